@@ -32,10 +32,11 @@ from lightseq.models.decoder import positions_in_table
 from lightseq.models.presets import LLAMA3
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.plan.breakdown import GIB
+from lightseq.plan.hardware import Hardware
 from lightseq.plan.make_plan import make_plan
 from lightseq.plan.plan import Plan
 from lightseq.plan.rates import chip_named
-from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.plan.run import PlannedRun
 from lightseq.training.setup_checks import check_layers
 
 LENGTH, CHIP, HOST_GIB = "32K", "h100-80gb", 400

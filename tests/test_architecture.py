@@ -21,9 +21,10 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
 from lightseq.parts import mlp
 from lightseq.plan.breakdown import GIB
+from lightseq.plan.hardware import Hardware
 from lightseq.plan.make_plan import FRUGAL_GROUP, frugal_options
 from lightseq.plan.rates import CHIPS
-from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.plan.run import PlannedRun
 from lightseq.schedule.reach import sliding
 from lightseq.training.metrics import read_records
 from lightseq.training.setup_checks import check_layers

@@ -94,13 +94,18 @@ def reference(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_runs_train_as_peft_with_bitsandbytes_does(folder: Path, world: int) -> None:
     output = f"on-{world}"
-    ((end, seen), *_), *_ = spawn(world, programs, [f"{flags(folder, output)} --max_steps {STEPS}"])
-    assert end.status == 0, end.err
+    runs = [flags(folder, output), f"{flags(folder, f'{output}-host')} --offload both"]
+    ((end, seen), (on_host, _)), *_ = spawn(world, programs, [f"{run} --max_steps {STEPS}" for run in runs])
+    assert end.status == 0 and on_host.status == 0, end.err + on_host.err
     in_bits = {name.split(".")[-3] for name, kind in seen.items() if kind == Nf4Weight.__name__}
     assert in_bits == set(LINEARS) and sum(kind == Nf4Weight.__name__ for kind in seen.values()) == 14
     losses, trained = reference(folder)  # after steps of SGD, the adapters differ from the first ones by gradients
     torch.testing.assert_close(losses_of(folder / output), losses, atol=1e-5, rtol=1e-5)
-    saved = load_file(folder / output / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+    saved, same = (
+        load_file(folder / name / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+        for name in (output, f"{output}-host")
+    )
+    assert all(x.equal(same[name]) for name, x in saved.items())
     for name, x in trained.items():
         ours = saved[name.replace(".default", "")]
         torch.testing.assert_close(ours, x, atol=1e-5, rtol=1e-4)
@@ -110,7 +115,6 @@ def test_runs_train_as_peft_with_bitsandbytes_does(folder: Path, world: int) -> 
     ("words", "why"),
     [
         ("--lora_rank None", "--load_in_4bit True needs adapters; add --lora_rank"),
-        ("--offload both", "keeps weights on the GPU"),
     ],
 )
 def test_what_four_bits_do_not_support_is_refused(folder: Path, words: str, why: str) -> None:
@@ -155,7 +159,7 @@ def test_experts_in_four_bits_train_as_the_same_numbers_in_32_do(family: str, wo
     targets = "--lora_target_parameters mlp.experts.gate_up_proj,mlp.experts.down_proj"
     bits = f"{flags(tmp_path, 'bits')} {targets} --max_steps {STEPS}"
     without = bits.replace("--load_in_4bit True", "").replace("/bits", "/dense-run").replace("/model ", "/dense ")
-    for end, seen in spawn(world, programs, [bits, without])[0]:
+    for end, _ in spawn(world, programs, [bits, without])[0]:
         assert end.status == 0, end.err
     assert losses_of(tmp_path / "bits") == pytest.approx(losses_of(tmp_path / "dense-run"), abs=1e-6)
     saved = [

@@ -52,8 +52,8 @@ from lightseq.parallelize import parallelize
 from lightseq.parts import mlp
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.loss_model import LossModel
+from lightseq.plan.hardware import Hardware
 from lightseq.plan.rates import CHIPS
-from lightseq.plan.run import Hardware
 from lightseq.schedule.layout import Layout, shard, unshard
 from lightseq.sequence.group import SequenceGroup
 

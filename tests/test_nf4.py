@@ -1,13 +1,14 @@
 """Weights in four bits: bitsandbytes' values, whole or gathered by FSDP2, read by operators and never saved dense."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from worlds import spawn
 
 from lightseq.distributed.parallel_dims import whole_tensor
@@ -86,6 +87,34 @@ def gathers(_rank: int) -> None:
                 assert all(a.equal(b) for a, b in zip(found.raw.tensors, weight.raw.tensors, strict=True))
                 assert found.dtype == torch.bfloat16 and found.dense().equal(weight.dense().bfloat16())
             linears.reshard()
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("world", [1, 2])
+def test_fsdp2_gathers_and_frees_copies_of_host_memory(world: int) -> None:
+    spawn(world, gathers_copies)
+
+
+def gathers_copies(_rank: int) -> None:
+    sent = Nf4Weight.fsdp_pre_all_gather
+
+    def copied(self: Nf4Weight, mesh: Any) -> Any:  # FSDP2 copies shards to a GPU; a CPU is where they are
+        copy = self.clone()
+        copy.from_host = True
+        return sent(copy, mesh)
+
+    Nf4Weight.fsdp_pre_all_gather = copied  # type: ignore[method-assign]
+    linear, whole = nn.Linear(128, 300, bias=False), Nf4Weight.quantize(drawn((300, 128)))
+    linear.weight = nn.Parameter(whole, requires_grad=False)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    fully_shard(linear, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for _ in range(3):
+        linear.unshard()
+        found = linear.weight.raw
+        assert all(a.equal(b) for a, b in zip(found.tensors, whole.raw.tensors, strict=True))
+        linear.reshard()
+        assert not any(part.untyped_storage().nbytes() for part in (found.nibbles, found.scales))
+    assert whole_tensor(linear.weight.detach()).equal(whole.dense())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

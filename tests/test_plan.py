@@ -63,7 +63,7 @@ from lightseq.plan.rates import (
     chip_of_device,
 )
 from lightseq.plan.run import PlannedRun
-from lightseq.plan.step_time import host_link
+from lightseq.plan.weight_time import host_link
 from lightseq.schedule.auto import MAX_GATHERED_BYTES, ScheduleChoice, choose_by_time, estimate_choice, possible_choices
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES
@@ -541,8 +541,8 @@ def test_compute_hides_copies_of_weights_except_for_tiled_layers_on_one_rank() -
         found = plan(f"--offload optimizer --model_max_length {length} {more}", gpus)
         return found.seconds["offloading, exposed"] * host_link(found.run) / FLOAT32_BYTES
 
-    ends = 2 * LLAMA.vocab_size * LLAMA.hidden_size
-    layers = total_parameters(LLAMA) - ends - LLAMA.hidden_size  # without the last norm
+    ends = (2 * LLAMA.vocab_size + 1) * LLAMA.hidden_size  # embeddings, head and last norm
+    layers = total_parameters(LLAMA) - ends
     for length in (4096, 65536):
         assert exposed(1, length, "--tile_layers True") == pytest.approx(2 * layers + ends)
     assert exposed(1, 65536) == pytest.approx(ends)

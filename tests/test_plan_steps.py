@@ -17,10 +17,11 @@ from lightseq.memory.placement import Placement, in_order
 from lightseq.parts.facts import Heads
 from lightseq.plan.attention_memory import SCORE_BLOCK_BYTES, attention_memory
 from lightseq.plan.document_lengths import DocumentLengths
+from lightseq.plan.hardware import Hardware
 from lightseq.plan.make_plan import SAME_SPEED, make_plan
 from lightseq.plan.plan import Plan, plan_as_given
 from lightseq.plan.rates import GIB, PROCESS_BYTES, chip_of_device
-from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.plan.run import PlannedRun
 from lightseq.schedule.auto import ScheduleChoice
 
 RESULTS = Path(records.__file__).parent / "results"

@@ -25,6 +25,7 @@ from lightseq.memory import offload
 from lightseq.memory.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD
 from lightseq.plan.advice import out_of_memory
 from lightseq.plan.breakdown import GIB
+from lightseq.plan.hardware import Hardware
 from lightseq.plan.make_plan import make_plan
 from lightseq.plan.memory import (
     host_bytes,
@@ -33,7 +34,7 @@ from lightseq.plan.memory import (
 )
 from lightseq.plan.plan import host_memory_for_layers, placement_of, plan_as_given
 from lightseq.plan.rates import CHIPS, MARGIN, PROCESS_BYTES
-from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.plan.run import PlannedRun
 from lightseq.plan.run import planned_run as run_on_this_machine
 from lightseq.tools.verify.machines import machine
 from lightseq.training.metrics import read_records
@@ -222,7 +223,7 @@ def test_host_memory_is_what_every_cgroup_leaves(
 
 
 def test_all_readers_of_host_memory_respect_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("distributed.host_memory", "plan.run", "tools.verify.machines"):
+    for module in ("distributed.host_memory", "plan.hardware", "tools.verify.machines"):
         monkeypatch.setattr(f"lightseq.{module}.host_memory", lambda: MemoryBytes(80 * GIB, 64 * GIB))
     world = World(0, 4, 0, 4, torch.device("cpu"))
     config = parse(["--model_name_or_path", "m", "--data_path", "d", "--output_dir", "o"], "")

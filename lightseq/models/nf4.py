@@ -1,8 +1,8 @@
 """Frozen weight in four bits, NF4 of QLoRA (arXiv 2305.14314), with the values and the memory layout of bitsandbytes.
 
 Every 64 elements share a scale. Scales have 8 bits, and every 256 of them share a float32 scale. Their mean is the
-offset of the whole weight: a matrix, or the matrices of stacked experts. FSDP2 shards and gathers the bytes. Every rank holds all float32 scales, which take 0.0002
-bytes an element.
+offset of the whole weight: a matrix, or the matrices of stacked experts. FSDP2 shards and gathers the bytes. Every rank
+holds all float32 scales, which take 0.0002 bytes an element.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,6 +53,7 @@ class Nf4Weight(Tensor):
     whole: torch.Size  # of the weight that these are rows of
     first_row: int | None  # None: a shard that FSDP2 fills later, and which has to be gathered before it is read
     transposed: bool
+    from_host: bool = False  # a copy of a shard in host memory, as FSDP2 makes before it gathers
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
 
@@ -91,8 +92,9 @@ class Nf4Weight(Tensor):
         return cls(_quantized(dense), dense.shape, dense.dtype, dense.shape)
 
     def fill_rows(self, whole: Tensor, first_row: int) -> None:
-        """Quantizes a dense matrix, and keeps the rows that this shard has, from `first_row` on."""
-        found = Nf4Weight.quantize(whole.to(self.device, self.dtype))
+        """Quantizes a dense matrix on the accelerator, and keeps the rows of this shard, from `first_row` on."""
+        device = torch.accelerator.current_accelerator() or self.device
+        found = Nf4Weight.quantize(whole.to(device, self.dtype))
         self.copy_(found[first_row : first_row + len(self)])
 
     def dense(self) -> Tensor:
@@ -139,9 +141,12 @@ class Nf4Weight(Tensor):
 
     # FSDP2 calls this form, with the mesh alone, for shards of unequal sizes, too.
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """Returns the bytes to gather, equally many on every rank. One rank alone gathers none, and has all."""
+        """Returns the bytes to gather, equally many on every rank.
+
+        One rank alone has all, and gathers none, or the nibbles if FSDP2 has to free them: it takes one tensor then.
+        """
         if mesh.size() == 1:
-            return (self.raw.nibbles[:0],), self.raw
+            return (self.raw.nibbles if self.from_host else self.raw.nibbles[:0],), self.raw
         raw = _padded(self, -(-self.whole[0] // mesh.size())).raw
         return (raw.nibbles, raw.scales), raw
 
@@ -149,14 +154,18 @@ class Nf4Weight(Tensor):
         self, gathered: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Returns the whole matrix, in the gathered memory, which FSDP2 frees and fills again."""
+        assert out is None or isinstance(out, Nf4Weight)
         raw: Nf4Bytes = metadata
+        freed = gathered
         if len(gathered) == 2:
             raw = replace(raw, nibbles=gathered[0], scales=gathered[1]).elements(0, self.whole.numel())
+        elif len(gathered[0]):  # one rank's copy from the host, whose first scales FSDP2 has allocated again
+            scales = raw.scales if out is None else out.raw.scales.copy_(raw.scales)
+            raw, freed = replace(raw, nibbles=gathered[0], scales=scales), (*gathered, scales)
         if out is not None:
-            assert isinstance(out, Nf4Weight)
             out.raw = raw
             return None
-        return self.like(raw, shape=self.whole, dtype=dtype, first_row=0), gathered
+        return self.like(raw, shape=self.whole, dtype=dtype, first_row=0), freed
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -174,6 +183,11 @@ class Nf4Weight(Tensor):
 def plain_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     """Returns the tensors that hold the bytes of a weight in four bits, or a plain tensor itself."""
     return tensor.raw.tensors if isinstance(tensor, Nf4Weight) else (tensor,)
+
+
+def sharded_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors of `plain_tensors` that grow with the shard; the others take at most some kilobytes."""
+    return plain_tensors(tensor)[:2]
 
 
 def _check_rows(shape: torch.Size) -> None:
@@ -307,7 +321,9 @@ def _to_copy(x: Nf4Weight, **given: Any) -> Nf4Weight | None:
     if given.get("dtype") not in (None, x.dtype):
         return None
     device, non_blocking = given.get("device") or x.device, given.get("non_blocking", False)
-    return x.like(x.raw.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True)))
+    found = x.like(x.raw.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True)))
+    found.from_host = x.device.type == "cpu" and found.device.type != "cpu"
+    return found
 
 
 def _copy(x: Tensor, source: Tensor, *_: Any) -> Tensor | None:

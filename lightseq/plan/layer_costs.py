@@ -46,11 +46,13 @@ class LayerCosts:
 
     `working` holds, for each point of the backward pass, the peak beyond `saved`: temporaries, the gradient of the
     layer's output and what is recomputed. Operators in POINTS and attention's gradients are counted elsewhere.
-    `moved_forward` and `moved_backward` are the traffic of element-wise work.
+    `weights_read` holds the elements of matrices that one operator reads there, the most at a time. `moved_forward` and
+    `moved_backward` are the traffic of element-wise work.
     """
 
     saved: float
     working: Mapping[str, float]
+    weights_read: Mapping[str, int]
     moved_forward: float
     moved_backward: float
 
@@ -159,12 +161,14 @@ def layer_table(model: PreTrainedConfig, dtype: torch.dtype, expert_ranks: int =
 def _costs(forward: Pass, backward: Pass) -> LayerCosts:
     gradients = [value for name, value in backward.inputs.items() if name.startswith("tangents")]
     saved = sum(value.bytes for value in backward.inputs.values()) - sum(value.bytes for value in gradients)
-    working: dict[str, float] = {}
+    working, weights_read = dict[str, float](), dict[str, int]()
     # Autograd holds the gradient of a compiled layer's output, and a checkpoint its input, until the pass is over.
     held = gradients if backward.compiled else [x for name, x in backward.inputs.items() if name == LAYER_INPUT]
     for kernel, live in backward.live_bytes(held):
         point = POINTS.get(kernel.op, OTHERS)
         own = sum(value.bytes for value in kernel.writes) if point == ATTENTION else 0
         working[point] = max(working.get(point, -saved), live - own - saved)
+        read = sum(value.weights for value in kernel.reads)
+        weights_read[point] = max(weights_read.get(point, 0), read)
     moved = [sum(kernel.moved for kernel in each.kernels if kernel.is_elementwise) for each in (forward, backward)]
-    return LayerCosts(float(saved), working, *map(float, moved))
+    return LayerCosts(float(saved), working, weights_read, *map(float, moved))

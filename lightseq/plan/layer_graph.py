@@ -55,6 +55,11 @@ class LayerGraph:
             buffers = {name: _fake(x) for name, x in layer.named_buffers()}
             names = [*parameters, *buffers]
             self._joint, count = _joint_graph(run, tensors, *parameters.values(), *buffers.values())
+        matrices = {
+            f"primals_{i}": x.numel() for i, x in enumerate(parameters.values(), len(tensors) + 1) if x.ndim > 1
+        }
+        for node in self._joint.graph.nodes:
+            node.meta["weights"] = matrices.get(node.name, 0)
         graph = fx.Graph()  # a copy, because the partitioner changes its own
         results: list[Any] = tree_leaves(graph.graph_copy(self._joint.graph, {}))
         self._outputs, self._gradients = results[:count], [x for x in results[count:] if isinstance(x, fx.Node)]
@@ -157,7 +162,7 @@ def _pass_of(nodes: Sequence[fx.Node], returned: Sequence[fx.Node], fuses: bool,
         values = {x: Value(_bytes_per_token(x)) for x in results}
         if node.op != "call_function":
             if node.name.startswith("primals_") and node.name != LAYER_INPUT:  # weights, and inputs of all layers
-                values[node].bytes = 0
+                values[node] = Value(0, node.meta["weights"])
             found.inputs[node.name] = values[node]
         elif node.target in stored:
             found.inputs |= {x.name: value for x, value in values.items()}

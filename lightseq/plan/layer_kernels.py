@@ -12,6 +12,7 @@ class Value:
     """Memory that a kernel writes, or that a pass begins with."""
 
     bytes: int  # per token; 0 if the size does not depend on the tokens, as for weights
+    weights: int = 0  # elements, if it is a matrix of the layer
 
 
 @dataclass(eq=False)

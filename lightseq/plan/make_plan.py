@@ -19,6 +19,7 @@ from lightseq.distributed.world import World
 from lightseq.memory.placement import ACTIONS, KEEP, RECOMPUTED, Placement
 from lightseq.parts.tiled import TILEABLE_LAYER_CLASSES
 from lightseq.plan.document_lengths import DocumentLengths
+from lightseq.plan.hardware import Hardware, hardware_here
 from lightseq.plan.plan import (
     PLANNED_FLAGS,
     Plan,
@@ -28,7 +29,7 @@ from lightseq.plan.plan import (
     without_device_budget,
 )
 from lightseq.plan.rates import PROCESS_BYTES
-from lightseq.plan.run import Hardware, PlannedRun, hardware_here, planned_run
+from lightseq.plan.run import PlannedRun, planned_run
 from lightseq.plan.step_time import WAITING
 from lightseq.utils.formatting import check_names
 
@@ -282,7 +283,7 @@ def plan_memory(
     """
     if hardware is None:
         if not torch.cuda.is_available():
-            raise ValueError("there is no GPU here; pass hardware=Hardware(...) of lightseq.plan.run")
+            raise ValueError("there is no GPU here; pass hardware=Hardware(...) of lightseq.plan.hardware")
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         per_host = min(ranks, torch.cuda.device_count())
         hardware = hardware_here(ranks, per_host, torch.device("cuda", torch.cuda.current_device()))

@@ -118,8 +118,8 @@ class _Step:
         self.run, self.offloads = run, placement.offloads
         self.actions = placement.layers[:: run.group_size]
         self.lifetimes, self.sizes = lifetimes_of(run, placement), saved_by_groups(run, placement)
-        state, on_gpu = _state_bytes(run), 1 - run.host_share
-        self.parameters, self.gradients, self.optimizer = (int(size * on_gpu) for size in state)
+        sizes = zip(_state_bytes(run), _state_on_host(run), strict=True)
+        self.parameters, self.gradients, self.optimizer = (int(size - on_host) for size, on_host in sizes)
         self.parameters += 0 if run.state_on_host else int(run.teacher_bytes)
         buffers = max(attention_of(run, layer).buffers for layer in run.architecture.kinds) * run.tokens
         rope = 2 * max(mixer.heads.dim for mixer in run.architecture.attentions) * run.itemsize
@@ -131,16 +131,16 @@ class _Step:
         """Returns memory during the loss: all activations are saved, and the head and last layer are gathered."""
         run, last = self.run, self.run.groups - 1
         logits, gradients = loss_bytes(run.model, run.config, run.tokens)
-        gathered = run.architecture.head + run.kept_parameters(last if run.reshard_after_forward else 0, last)
         last_norm = LAST_NORM[run.config.compiles] * run.tokens * run.text.hidden_size
-        working = (gathered + last_norm) * run.itemsize + _of_teacher_in_loss(run)
+        working = (run.architecture.head + last_norm) * run.itemsize + _of_teacher_in_loss(run)
+        working += run.kept_bytes(last if run.reshard_after_forward else 0, last)
         return self._snapshot("loss", saved=self._on_gpu(last), loss=logits + gradients, working=working)
 
     def teacher(self, run: PlannedRun) -> Snapshot:
         """Returns memory in the largest layer of the teacher's forward pass, before the trained model's."""
-        largest = max(run.parameters_of(group) for group in range(run.groups))
+        largest = max(run.gathered_bytes(group) for group in range(run.groups))
         per_token = max(max(run.costs(layer, "full").working.values()) for layer in run.architecture.kinds)
-        working = 2 * largest * run.itemsize + run.tokens * per_token
+        working = 2 * largest + run.tokens * per_token
         return self._snapshot("forward of the teacher", working=working)
 
     def backward(self, group: int, layer: Layer) -> Iterator[Snapshot]:
@@ -153,7 +153,7 @@ class _Step:
             return run.tokens * run.costs(layer, policy).saved
 
         for name, per_token in working_bytes(run, layer, action).items():
-            working = run.tokens * per_token + weights
+            working = run.tokens * per_token + weights + _unpacked_bytes(run, layer, action, name)
             if name == MLP:
                 working += _tiled_mlp_bytes(run, layer)
             if name == SCAN:
@@ -223,22 +223,34 @@ def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
     Besides the group, the next one is gathered, or all groups that are still to come.
     """
     trains = run.adapter_parameters == 0  # gradients of adapters are too small to count
-    unit = run.parameters_of(group)
+    unit = run.gathered_bytes(group)
     following = max(0, group - 1)
-    others = run.kept_parameters(following, following) * run.prefetches_weights
+    others = run.kept_bytes(following, following) * run.prefetches_weights
     if not run.reshard_after_forward:
-        others = run.kept_parameters(0, group) - run.kept_parameters(group, group)
-    taken = (unit + others) * run.itemsize
+        others = run.kept_bytes(0, group) - run.kept_bytes(group, group)
+    taken = float(unit + others)
     if run.tied:  # the embeddings stay gathered, and have had a gradient since the loss
         taken += (1 + trains) * run.architecture.head * run.itemsize
     if trains:
         summed = layer.parameters if run.config.tiles_layers else 0  # tiles accumulate gradients in float32
-        taken += (unit - summed) * run.itemsize + summed * FLOAT32_BYTES
-        if group < run.groups - 1:
-            taken += run.parameters_of(group + 1) * FLOAT32_BYTES  # the next group's gradients, being reduced
+        taken += unit + summed * (FLOAT32_BYTES - run.itemsize)
+        if group < run.groups - 1:  # the next group's gradients, being reduced
+            taken += run.gathered_bytes(group + 1) / run.itemsize * FLOAT32_BYTES
         elif not run.tied:
             taken += run.architecture.head * FLOAT32_BYTES
     return taken
+
+
+def _unpacked_bytes(run: PlannedRun, layer: Layer, action: str, point: str) -> float:
+    """Returns the bytes of dense copies of the weights that are read at a point of a layer's backward pass."""
+    held = run.weights.layers[layer.place]
+    if not held.dense:
+        return 0.0
+    read = run.costs(layer, "full" if action in RECOMPUTED else None).weights_read
+    elements = read[point] if not run.config.tiles_layers else max(read.values())
+    if run.config.tiles_layers and point == ATTENTION:  # projections of a slice of heads, and that of its output
+        elements = layer.projections // run.head_slices + layer.hidden * layer.attention_width
+    return held.dense / layer.linears * elements
 
 
 def _finished_gradients(run: PlannedRun, group: int) -> float:
@@ -303,13 +315,21 @@ def state_bytes_on_host(run: PlannedRun) -> float:
     """Returns the bytes of a rank's weights, gradients and optimizer state in host memory."""
     # With adapters the padding is negligible.
     padding = 0.0 if run.adapter_parameters else _gradient_padding(run.architecture.sizes, run.shards)
-    return run.host_share * (sum(_state_bytes(run)) + padding) + (run.teacher_bytes if run.state_on_host else 0.0)
+    state = sum(_state_on_host(run)) + run.host_share * padding
+    return state + (run.teacher_bytes if run.state_on_host else 0.0)
 
 
 def _state_bytes(run: PlannedRun) -> StateBytes:
     """Returns the bytes of one rank's state, on GPU and host together."""
     gradients = float(FLOAT32_BYTES * run.local_trained)
     return StateBytes(run.weight_bytes, gradients, moments_of(run.config) * gradients)
+
+
+def _state_on_host(run: PlannedRun) -> StateBytes:
+    """Returns the part of one rank's state that is in host memory."""
+    weights, gradients, moments = _state_bytes(run)
+    share = run.host_share
+    return StateBytes(run.host_weight_share * weights, share * gradients, share * moments)
 
 
 @lru_cache(maxsize=64)  # every plan of a search asks for the same

@@ -36,15 +36,10 @@ from lightseq.plan.memory import (
     saved_by_layer,
     state_bytes_on_host,
 )
-from lightseq.plan.rates import MARGIN, PROCESS_BYTES
+from lightseq.plan.rates import FORWARD_AND_BACKWARD, MARGIN, PROCESS_BYTES
 from lightseq.plan.run import PlannedRun
-from lightseq.plan.step_time import (
-    FORWARD_AND_BACKWARD,
-    attention_seconds,
-    host_link,
-    layer_seconds,
-    step_seconds,
-)
+from lightseq.plan.step_time import attention_seconds, layer_seconds, step_seconds
+from lightseq.plan.weight_time import host_link
 
 PLANNED_FLAGS: Final = (
     *("torch_compile", "remat", "layers_per_checkpoint", "tile_layers", "offload"),

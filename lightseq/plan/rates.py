@@ -71,10 +71,14 @@ ELEMENTWISE_TRAFFIC: Mapping[bool, float] = {False: 1.36, True: 1.0}
 NORM: Mapping[bool, int] = {False: 18, True: 2}  # elements of the hidden size that the forward pass of a norm moves
 TILED_MLP: Mapping[bool, int] = {False: 8, True: 12}  # elements of its width that an MLP over tiles moves (same steps)
 FORWARD_SHARE = 0.25  # of a layer's time; backward with recomputation takes three times as long (counted)
+FORWARD_AND_BACKWARD = (FORWARD_SHARE, 1 - FORWARD_SHARE)
 LOGIT_PASSES = 3.3  # passes over the logits by the loss kernel (traces)
 DIVERGENCE_PASSES = 30  # passes over float32 logits by both models' share of a divergence (counted)
-# Bytes per parameter to cast and split gathered weights, and to cast and join gradients (traces: 22 with two gathers).
-GATHER_COPIES, REDUCE_COPIES = 8.0, 6.0
+# Bytes to cast and split weights, per byte gathered, and to cast and join gradients, per trained parameter (traces: 22
+# per trained parameter with two gathers in bfloat16).
+GATHER_COPIES, REDUCE_COPIES = 4.0, 6.0
+# Bytes per weight in four bits to make float32 scales for its dense copy: a scale for 64 is written, shifted and read.
+UNPACKED_SCALES = 4 * 4 / 64
 # Bytes per parameter and update: counted; adamw_torch scaled from the fused one by its time (11.9 against 5.1 ms).
 OPTIMIZER_BYTES = {"adamw_torch_fused": 28, "adamw_torch": 65, "adamw_8bit": 16, "adamw_torch_8bit": 16, "sgd": 12}
 NORM_BYTES, CLIP_BYTES = 4.0, 8.0  # per gradient: the norm reads it, clipping reads and writes it

@@ -1,7 +1,6 @@
-"""Model, flags and hardware of a planned run, and the sizes that follow from them."""
+"""Model and flags of a planned run on its hardware, and the sizes that follow from them."""
 
-import math
-import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -18,7 +17,6 @@ from lightseq.attention.context import schedule_request
 from lightseq.comm.transport import base_transport_name
 from lightseq.config.remat_policies import may_keep_gathered
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.host_memory import host_memory
 from lightseq.distributed.world import World
 from lightseq.models.decoder import text_config
 from lightseq.objectives.objective import Objective
@@ -27,8 +25,9 @@ from lightseq.objectives.teacher import flags_for_teacher
 from lightseq.parts.adapters import Lora, lora_from_config
 from lightseq.parts.facts import Layer, attention_shape
 from lightseq.plan.document_lengths import DocumentLengths
+from lightseq.plan.hardware import Hardware, hardware_here
 from lightseq.plan.layer_costs import LayerCosts, LayerTable, layer_table, treatment_of
-from lightseq.plan.rates import CHIPS, DEFAULT_CORES, Chip, chip_of_device
+from lightseq.plan.weights import HeldWeights, Weights, held_weights
 from lightseq.schedule.algorithms import schedule_without_steps, with_few_fragments
 from lightseq.schedule.auto import ScheduleChoice
 from lightseq.schedule.cost import AttentionShape
@@ -36,36 +35,7 @@ from lightseq.schedule.documents import local_tokens
 from lightseq.schedule.head_slices import count_head_slices
 from lightseq.schedule.schedule_choice import choose
 from lightseq.schedule.table import Schedule
-from lightseq.schedule.timing import FLOAT32_BYTES
 from lightseq.utils.formatting import divisors
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """GPUs and hosts of a run: usable bytes of one GPU, bytes and cores of one host."""
-
-    chip: Chip
-    gpus: int
-    gpus_per_host: int
-    gpu_memory: float
-    host_memory: float
-    host_cores: int | None = None  # None: DEFAULT_CORES per rank
-
-    def __post_init__(self) -> None:
-        if self.gpus > self.gpus_per_host and self.gpus % self.gpus_per_host:
-            below = self.gpus // self.gpus_per_host * self.gpus_per_host
-            raise ValueError(
-                f"--gpus {self.gpus} is not a multiple of --gpus_per_host {self.gpus_per_host}; give {below} or "
-                f"{below + self.gpus_per_host} GPUs, or another --gpus_per_host"
-            )
-
-    @property
-    def ranks_per_host(self) -> int:
-        return min(self.gpus, self.gpus_per_host)
-
-    @property
-    def cores_per_rank(self) -> int:
-        return DEFAULT_CORES if self.host_cores is None else max(1, self.host_cores // self.ranks_per_host)
 
 
 @dataclass(frozen=True)
@@ -97,7 +67,9 @@ class PlannedRun:
         other = replace(self, **changes)
         names = ["architecture", "parameters_before", "adapter_parameters", "lora"]
         if other.config.expert_ranks == self.config.expert_ranks:
-            names += ["layer_table", "_gathered_before"]
+            names += ["layer_table"]
+        if other.shards == self.shards:
+            names += ["weights"]
         for name in names:
             if name in vars(self):
                 vars(other)[name] = vars(self)[name]
@@ -219,14 +191,29 @@ class PlannedRun:
         return (0, *accumulate(layer.parameters for layer in self.layers))
 
     @cached_property
-    def _gathered_before(self) -> tuple[int, ...]:
-        """Returns what `parameters_before` does, of the weights of which a rank has all while a layer runs."""
-        return (0, *accumulate(self.gathered_parameters(layer) for layer in self.layers))
+    def weights(self) -> HeldWeights:
+        """Returns the bytes of the model's weights, as one rank holds and gathers them."""
+        return held_weights(self.model, self.config, self.lora, self.shards)
 
-    def gathered_parameters(self, layer: Layer) -> int:
-        """Returns the weights of a layer of which a rank has all while it runs: not other ranks' experts."""
-        elsewhere = 0 if layer.experts is None else layer.experts.weights
-        return layer.parameters - elsewhere + elsewhere // self.config.expert_ranks
+    def exchanged(self, place: int) -> Weights:
+        """Returns the weights of a layer that FSDP2 gathers and whose gradients it reduces."""
+        whole = self.config.expert_ranks == 1
+        return self.weights.layers[place] + (self.weights.experts[place] if whole else Weights())
+
+    @cached_property
+    def _gathered_before(self) -> tuple[int, ...]:
+        """Returns the bytes that a rank gathers of the layers before each layer, and of all; not other ranks' experts.
+
+        A layer's are there while it runs.
+        """
+        ranks, experts = self.config.expert_ranks, self.weights.experts
+        return (0, *accumulate(x + y.gathered // ranks for x, y in zip(self._layers_gathered, experts, strict=True)))
+
+    @property
+    def _layers_gathered(self) -> Iterator[int]:
+        """Yields the bytes that a rank gathers of each layer, without experts."""
+        resident = self.layers_with_state_on_gpu if self.state_on_host else len(self.layers)
+        return (x.gathered if place < resident else x.fetched for place, x in enumerate(self.weights.layers))
 
     @property
     def gathers_experts_again(self) -> bool:
@@ -238,20 +225,19 @@ class PlannedRun:
         """Returns what `_gathered_before` does, without experts that are gathered again."""
         if not self.gathers_experts_again:
             return self._gathered_before
-        others = (layer.parameters - (layer.experts.weights if layer.experts else 0) for layer in self.layers)
-        return (0, *accumulate(others))
+        return (0, *accumulate(self._layers_gathered))
 
     def layers_of(self, group: int) -> tuple[Layer, ...]:
         """Returns the layers of a group that shares a checkpoint."""
         return self.layers[group * self.group_size : (group + 1) * self.group_size]
 
-    def parameters_of(self, group: int) -> int:
-        """Returns the number of gathered weights in a group of layers while it runs."""
+    def gathered_bytes(self, group: int) -> int:
+        """Returns the bytes of gathered weights of a group of layers while it runs."""
         end = min(len(self.layers), (group + 1) * self.group_size)
         return self._gathered_before[end] - self._gathered_before[group * self.group_size]
 
-    def kept_parameters(self, first: int, last: int) -> int:
-        """Returns the number of weights in groups from `first` to `last` that are gathered while others run."""
+    def kept_bytes(self, first: int, last: int) -> int:
+        """Returns the bytes of weights in groups from `first` to `last` that are gathered while others run."""
         end = min(len(self.layers), (last + 1) * self.group_size)
         return self._kept_before[end] - self._kept_before[first * self.group_size]
 
@@ -287,10 +273,9 @@ class PlannedRun:
 
     @property
     def weight_bytes(self) -> float:
-        """Returns the bytes of one rank's weights: trained ones in float32, frozen ones in the compute dtype."""
-        references = sum(frozen.source is None for frozen in self.objective.frozen_models)
-        frozen_copies = (1 if self.adapter_parameters else 0) + references
-        return self.itemsize * self.local_parameters * frozen_copies + float(FLOAT32_BYTES * self.local_trained)
+        """Returns the bytes of one rank's weights, with those of frozen copies, which are in the compute dtype."""
+        copies = sum(frozen.source is None for frozen in self.objective.frozen_models)
+        return float(self.weights.total.stored + self.itemsize * self.local_parameters * copies)
 
     @property
     def teacher_flags(self) -> TrainConfig:
@@ -329,10 +314,20 @@ class PlannedRun:
 
     @property
     def host_share(self) -> float:
-        """Returns the share of the weights in host memory, with their gradients and optimizer state."""
+        """Returns the share of gradients and optimizer state in host memory."""
+        return self._share_on_host(lambda weights: weights.trained)
+
+    @property
+    def host_weight_share(self) -> float:
+        """Returns the share of the bytes of weights in host memory."""
+        return self._share_on_host(lambda weights: weights.stored)
+
+    def _share_on_host(self, count: Callable[[Weights], int]) -> float:
         if not self.state_on_host:
             return 0.0
-        return 1.0 - self.parameters_before[self.layers_with_state_on_gpu] / self.architecture.total
+        resident, held = self.layers_with_state_on_gpu, self.weights
+        on_gpu = sum(map(count, (*held.layers[:resident], *held.experts[:resident])))
+        return 1.0 - on_gpu / count(held.total)
 
 
 def planned_run(
@@ -346,14 +341,3 @@ def planned_run(
     per_host = world.size if world.size % world.local_size else world.local_size  # hosts may differ
     hardware = hardware_here(world.size, per_host, world.device)
     return PlannedRun(model, config, hardware, documents=documents, teacher=teacher)
-
-
-def hardware_here(gpus: int, gpus_per_host: int, device: torch.device) -> Hardware:
-    """Returns `gpus` GPUs like this machine's. Without a GPU of known rates, it plans with H200s."""
-    chip, memory = CHIPS["h200"], math.inf
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        chip, memory = chip_of_device(properties.name) or chip, float(properties.total_memory)
-    return Hardware(
-        chip, gpus, gpus_per_host, memory, float(host_memory().total), host_cores=len(os.sched_getaffinity(0))
-    )

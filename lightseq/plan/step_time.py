@@ -17,13 +17,23 @@ from lightseq.plan.copies import exposed_copies
 from lightseq.plan.layer_costs import tiles_mlp
 from lightseq.plan.memory import lifetimes_of, saved_by_groups
 from lightseq.plan.run import PlannedRun
+from lightseq.plan.weight_time import (
+    collective_rate,
+    collective_seconds,
+    exposed_weights,
+    gather_seconds,
+    host_link,
+    memory_rate,
+    unpacked_bytes,
+    weight_copies,
+    weights_of_products,
+)
 from lightseq.schedule.auto import estimate_choice
 from lightseq.schedule.cost import BACKWARD_FLOPS
 from lightseq.schedule.timing import FLOAT32_BYTES
 
 WAITING = "waiting for the host"
 _estimated = lru_cache(maxsize=4096)(estimate_choice)
-FORWARD_AND_BACKWARD = (rates.FORWARD_SHARE, 1 - rates.FORWARD_SHARE)  # shares of a layer's time
 
 
 def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
@@ -33,7 +43,7 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     parts["weights: gathered and reduced, exposed"] = passes * _exposed_collectives(run, layer)
     if run.config.expert_ranks > 1:
         parts["experts: tokens exchanged"] = passes * _token_exchange_seconds(run)
-    parts["offloading, exposed"] = passes * (_exposed_copies(run, placement, layer) + _exposed_weights(run, layer))
+    parts["offloading, exposed"] = passes * (_exposed_copies(run, placement, layer) + exposed_weights(run, layer))
     parts["optimizer"] = update_seconds(run)
     launches = passes * len(run.layers) * rates.LAYER_LAUNCH_SECONDS[run.config.compiles]
     if more := passes * run.objective.passes_without_gradients:
@@ -63,10 +73,11 @@ def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
         "attention": len(run.architecture.attentions) * (forward + backward)
         + _attentions_again(run, placement) * forward,
         "recurrences": _recurrence_seconds(run),
-        "norms, rotation, activation": run.tokens * _elementwise_bytes(run) / _memory_rate(run),
-        "adapters: joined to inputs and weights": _adapter_bytes(run) / _memory_rate(run),
-        "loss": logits * rates.LOGIT_PASSES / _memory_rate(run),
-        "weights: cast and copied": _weight_copies(run) * run.architecture.total / _memory_rate(run),
+        "norms, rotation, activation": run.tokens * _elementwise_bytes(run) / memory_rate(run),
+        "adapters: joined to inputs and weights": _adapter_bytes(run) / memory_rate(run),
+        "loss": logits * rates.LOGIT_PASSES / memory_rate(run),
+        "weights: cast and copied": weight_copies(run) / memory_rate(run),
+        "weights: unpacked for products": unpacked_bytes(run) / memory_rate(run),
     }
 
 
@@ -142,21 +153,21 @@ def _seconds_without_gradients(run: PlannedRun) -> float:
     seconds += len(architecture.attentions) * attention_seconds(run)[0]
     seconds += sum(_scan_seconds(run, mixer) for layer in run.layers for mixer in layer.linear_mixers)
     moved = run.tokens * sum(run.costs(layer).moved_forward * traffic for layer in run.layers)
-    moved += run.tokens * run.text.vocab_size * run.itemsize + rates.GATHER_COPIES * architecture.total
-    seconds += moved / _memory_rate(run)
+    moved += run.tokens * run.text.vocab_size * run.itemsize + rates.GATHER_COPIES * run.weights.total.gathered
+    seconds += moved / memory_rate(run)
     each = seconds / len(run.layers)
-    gathers = [_gather_seconds(run, _exchanged_parameters(run, layer)) for layer in run.layers]
+    gathers = [gather_seconds(run, run.exchanged(place)) for place in range(len(run.layers))]
     exposed = sum(max(0.0, gather - each) for gather in gathers) + gathers[0]
     if run.state_on_host:
         copy = run.itemsize / run.shards / host_link(run)
         exposed += sum(max(0.0, layer.parameters * copy - each) for layer in run.layers[run.layers_with_state_on_gpu :])
-    return seconds + exposed + _gather_seconds(run, head * (1 if run.tied else 2))
+    return seconds + exposed + gather_seconds(run, run.weights.ends)
 
 
 def _divergence_seconds(run: PlannedRun) -> float:
     """Returns the seconds in which a divergence reads and writes float32 logits, beside its matrix products."""
     logits = run.tokens * run.text.vocab_size * FLOAT32_BYTES
-    return logits * rates.DIVERGENCE_PASSES / _memory_rate(run)
+    return logits * rates.DIVERGENCE_PASSES / memory_rate(run)
 
 
 def _recurrence_seconds(run: PlannedRun) -> float:
@@ -199,10 +210,7 @@ def _adapter_bytes(run: PlannedRun) -> float:
     if run.lora is None:
         return 0.0
     config, rank, policy = run.config, run.lora.rank, run.config.remat_policy
-    again = recompute_flops(run.model, 1, 1, policy, run.group_size, config.tiles_layers, attention_share=0.0)
-    weights, tiles = 2 * run.architecture.linears + again / 2, ceil(run.tokens / TILE_TOKENS)
-    if config.tiles_layers:
-        weights *= tiles
+    weights, tiles = weights_of_products(run), ceil(run.tokens / TILE_TOKENS)
     per_token = ends = 0.0
     for layer in run.layers:
         repeated = _repeated_inputs(layer, policy) + (layer.linear_inputs if run.group_size > 1 else 0)
@@ -216,20 +224,11 @@ def _adapter_bytes(run: PlannedRun) -> float:
     return adapted * (per_token * run.tokens + rates.ADAPTER_WEIGHTS * weights) * run.itemsize
 
 
-def _weight_copies(run: PlannedRun) -> float:
-    """Returns the bytes per parameter that a pass moves to gather weights and reduce gradients."""
-    return rates.GATHER_COPIES * (1 + run.reshard_after_forward) + rates.REDUCE_COPIES
-
-
 def _repeated_inputs(layer: Layer, policy: str) -> int:
     """Returns the elements per token that linears read when a checkpoint runs them again."""
     if policy in ("none", STORE_LINEARS):
         return 0
     return layer.linear_inputs - layer.last_linear_input - (2 * layer.hidden if policy == STORE_MLP else 0)
-
-
-def _memory_rate(run: PlannedRun) -> float:
-    return run.hardware.chip.memory_rate * rates.MEMORY_SHARE
 
 
 # ---- communication and copies ---------------------------------------------------------------------------------------
@@ -240,18 +239,10 @@ def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
 
     Nothing hides the first gather, nor the gathers of embeddings and head.
     """
-    ends = run.architecture.head * (1 if run.tied else 2)
-    layers = [_collective_seconds(run, _exchanged_parameters(run, layer)) for layer in run.layers]
+    layers = [collective_seconds(run, run.exchanged(place)) for place in range(len(run.layers))]
     exposed = sum(max(0.0, seconds - layer_seconds) for seconds in layers)
     experts = sum(_experts_seconds(run, layer.experts) for layer in run.layers if layer.experts is not None)
-    return exposed + layers[0] / 2 + _collective_seconds(run, ends) + experts
-
-
-def _exchanged_parameters(run: PlannedRun, layer: Layer) -> int:
-    """Returns the weights of a layer that FSDP2 gathers and whose gradients it reduces."""
-    if run.config.expert_ranks > 1 and layer.experts is not None:
-        return layer.parameters - layer.experts.weights
-    return run.gathered_parameters(layer)
+    return exposed + layers[0] / 2 + collective_seconds(run, run.weights.ends) + experts
 
 
 def _experts_seconds(run: PlannedRun, experts: Experts) -> float:
@@ -263,7 +254,7 @@ def _experts_seconds(run: PlannedRun, experts: Experts) -> float:
     gathers = 1 + run.gathers_experts_again
     reduced = 0 if run.adapter_parameters else FLOAT32_BYTES
     moved = experts.weights / ranks * (same - 1) / same * (gathers * run.itemsize + reduced)
-    return moved / _collective_rate(run, run.hardware.gpus)
+    return moved / collective_rate(run, run.hardware.gpus)
 
 
 def _token_exchange_seconds(run: PlannedRun) -> float:
@@ -272,61 +263,17 @@ def _token_exchange_seconds(run: PlannedRun) -> float:
     sent = run.tokens * run.itemsize * (ranks - 1)
     passes = 2 + (run.config.remat_policy != "none")
     width = sum(layer.hidden for layer in run.layers if layer.experts is not None)
-    return 2 * passes * width * sent / _collective_rate(run, ranks)
-
-
-def _collective_seconds(run: PlannedRun, parameters: int) -> float:
-    """Returns the seconds of gathers in the compute dtype and a float32 reduction over shards, then replicas."""
-    others, gathers = (run.shards - 1) / run.shards, 1 + run.reshard_after_forward
-    seconds = gathers * _gather_seconds(run, parameters)
-    seconds += parameters * others * FLOAT32_BYTES / _collective_rate(run, run.shards)
-    replicas = run.hardware.gpus // run.shards
-    if replicas > 1:
-        sent = 2 * parameters / run.shards * FLOAT32_BYTES * (replicas - 1) / replicas
-        seconds += sent / _collective_rate(run, run.hardware.gpus)
-    return seconds
-
-
-def _gather_seconds(run: PlannedRun, parameters: int) -> float:
-    others = (run.shards - 1) / run.shards
-    return parameters * others * run.itemsize / _collective_rate(run, run.shards)
-
-
-def _collective_rate(run: PlannedRun, ranks: int) -> float:
-    across_hosts = ranks > run.hardware.gpus_per_host
-    return rates.NETWORK_RATE if across_hosts else run.hardware.chip.peer_rate * rates.PEER_SHARE
+    return 2 * passes * width * sent / collective_rate(run, ranks)
 
 
 def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float) -> float:
     """Returns the seconds of activation copies, in both directions, that the layers' compute does not hide."""
     if not placement.offloads:
         return 0.0
-    forward, backward = (share * run.group_size * layer_seconds for share in FORWARD_AND_BACKWARD)
+    forward, backward = (share * run.group_size * layer_seconds for share in rates.FORWARD_AND_BACKWARD)
     saved = zip(saved_by_groups(run, placement), placement.layers[:: run.group_size], strict=True)
     copies = [size / host_link(run) if action in OFFLOADED else 0.0 for size, action in saved]
     return exposed_copies(copies, lifetimes_of(run, placement), forward, backward)
-
-
-def _exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
-    """Returns the exposed seconds of weight copies from the host, for forward and backward.
-
-    Trained weights are copied in float32. Another layer's compute hides prefetched layers, but not embeddings and head.
-    """
-    if not run.state_on_host:
-        return 0.0
-    width = run.itemsize if run.adapter_parameters else FLOAT32_BYTES
-    per_weight = width / run.shards / host_link(run)
-    shares = FORWARD_AND_BACKWARD if run.prefetches_weights else (0.0, 0.0)
-    offloaded = run.layers[run.layers_with_state_on_gpu :]
-    exposed = sum(
-        max(0.0, layer.parameters * per_weight - share * layer_seconds) for layer in offloaded for share in shares
-    )
-    return exposed + run.architecture.head * per_weight * (1 if run.tied else 2)
-
-
-def host_link(run: PlannedRun) -> float:
-    """Returns the bytes per second between GPU and host in one direction."""
-    return run.hardware.chip.host_rate * rates.HOST_LINK_SHARE
 
 
 # ---- optimizer ------------------------------------------------------------------------------------------------------
@@ -339,7 +286,7 @@ def update_seconds(run: PlannedRun) -> float:
     moved += rates.OPTIMIZER_BYTES.get(optim, rates.OPTIMIZER_BYTES["adamw_torch"])
     on_host = run.local_trained * run.host_share
     seconds = len(run.architecture.sizes) * rates.UPDATE_LAUNCH_SECONDS.get(optim, 0.0)
-    seconds += (run.local_trained - on_host) * moved / _memory_rate(run)
+    seconds += (run.local_trained - on_host) * moved / memory_rate(run)
     if not run.state_on_host:
         return seconds
     host_rate = min(run.hardware.cores_per_rank * rates.HOST_UPDATE_RATE, rates.HOST_UPDATE_MAX)

@@ -23,6 +23,7 @@ from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
+from lightseq.models.nf4 import sharded_tensors
 from lightseq.objectives.registry import objective_of
 from lightseq.objectives.teacher import flags_for_teacher
 from lightseq.parallelize import ParallelModel, parallelize
@@ -61,11 +62,6 @@ class FsdpEngine:
         self.model = build_to_train(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
         if config.load_in_4bit:
-            if memory.state_on_host:
-                raise ValueError(
-                    "--load_in_4bit True keeps weights on the GPU, and the plan moves them to the host; give a shorter "
-                    "--model_max_length or more GPUs"
-                )
             quantize_layers(self.model)
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = parallel.loss_model
@@ -132,11 +128,13 @@ class FsdpEngine:
 
         def lock_on_host(local: Tensor) -> None:
             if local.device.type != device.type:
-                self._locked.lock_new(local)
+                for part in sharded_tensors(local):
+                    self._locked.lock_new(part)
 
         dtype = getattr(torch, self.config.compute_dtype)
         weights.materialize(model, device, place, lock_on_host, parallel.loss_model, dtype)
-        self._locked.retain_only(local_part(p) for kept in {self.model, model} for p in kept.parameters())
+        used = (local_part(p.detach()) for kept in {self.model, model} for p in kept.parameters())
+        self._locked.retain_only(part for local in used for part in sharded_tensors(local))
 
     def backward(self, share: Tensor, last: bool) -> None:
         """Runs the backward pass. Gradients are reduce-scattered every time, so no rank holds full gradients.

@@ -162,11 +162,6 @@ def _check_adapters(config: TrainConfig, model: FoundModel, resume_from: Path | 
         check_start(Path(config.lora_adapter), model.lora)
     if config.load_in_4bit:
         check_four_bits(build_to_train(model.config))
-        if config.offload in ("optimizer", "both"):
-            raise ValueError(
-                f"--load_in_4bit True keeps weights on the GPU, but --offload is {config.offload}; use activations or "
-                "none"
-            )
     if model.lora and config.random_init and config.save_strategy != "no":
         given = f"--lora_rank {config.lora_rank}"
         raise ValueError(

@@ -25,9 +25,10 @@ from lightseq.parts.fp8 import check_hardware
 from lightseq.plan.advice import changes_to_fit, faster_change, longest
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.document_lengths import read_document_lengths
+from lightseq.plan.hardware import Hardware
 from lightseq.plan.make_plan import make_plan
 from lightseq.plan.rates import DEFAULT_CORES, MEASURED_ON, chip_named
-from lightseq.plan.run import Hardware, PlannedRun
+from lightseq.plan.run import PlannedRun
 from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
 from lightseq.training.find_teacher import check_vocabularies, teacher_source
@@ -154,6 +155,9 @@ def _notes(family: ModelFamily, run: PlannedRun, may_offload: bool) -> list[str]
             may_offload and math.isinf(hardware.host_memory)
         ),
         "--deterministic is assumed to cost nothing": config.deterministic,
+        "weights in four bits are counted, in bytes and in time to unpack them, and were not measured on a GPU": (
+            config.load_in_4bit
+        ),
         "the reference kernel needs memory and time quadratic in a tile's length, which is not counted": (
             config.kernel_name == "reference"
         ),

@@ -1,0 +1,157 @@
+"""Planned bytes of weights are those that a run stores, gathers and unpacks, in four bits and in sixteen."""
+
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_plan_training import planned_run
+from torch import Tensor
+from transformers import LlamaConfig
+from worlds import spawn
+
+from benchmarks.tiny_models import tiny_config
+from lightseq.architecture.family import preset_config
+from lightseq.architecture.meta_run import layer_inputs
+from lightseq.cli import BOTH, main
+from lightseq.config.command_line import parse
+from lightseq.distributed.parallel_dims import local_part, parallel_dims
+from lightseq.distributed.world import World
+from lightseq.memory.recomputation import MemorySettings
+from lightseq.models import weights
+from lightseq.models.decoder import decoder_layers
+from lightseq.models.nf4 import Nf4Weight, plain_tensors
+from lightseq.parallelize import parallelize
+from lightseq.parts.adapters import add_adapters, lora_from_config
+from lightseq.parts.changes import changes_of
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.four_bits import quantize_layers
+from lightseq.parts.mlp import tile_mlps
+from lightseq.plan.breakdown import GIB
+from lightseq.plan.layer_costs import Treatment, layer_table
+from lightseq.plan.make_plan import can_fit, make_plan
+from lightseq.plan.plan import Plan
+from lightseq.plan.weight_time import memory_rate
+from lightseq.plan.weights import held_weights
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+CONFIG = LlamaConfig(
+    vocab_size=61, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+)  # fmt: skip
+LLAMA = preset_config(BOTH, "llama3-8b")
+IN_4_BITS = "--load_in_4bit True --lora_rank 16"
+
+
+def parsed(flags: str) -> Any:
+    return parse(f"--model_name_or_path any --data_path any --output_dir any --bf16 {flags}".split(), "train")
+
+
+def plan(flags: str, gpus: int = 1, gpu: float = 1e6) -> Plan:
+    return make_plan(planned_run(LLAMA, f"--bf16 --model_max_length 32K {flags}", gpus, gpu=gpu * GIB))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_planned_bytes_are_those_of_a_run(world: int) -> None:
+    for flags, stored, gathered in spawn(world, bytes_of_runs)[0]:
+        config = parsed(flags)
+        held = held_weights(CONFIG, config, lora_from_config(config, CONFIG), world)
+        assert (held.total.stored, held.layers[0].gathered) == (stored, gathered), flags
+
+
+def bytes_of_runs(_rank: int) -> list[tuple[str, int, int]]:
+    """Returns the bytes of this rank's shards, and those that gathering the first layer adds."""
+    found, device, world = list[tuple[str, int, int]](), torch.device("cpu"), dist.get_world_size()
+    for flags in (IN_4_BITS, "--lora_rank 16", "--optim sgd"):
+        config, dims = parsed(flags), parallel_dims(World(dist.get_rank(), world, dist.get_rank(), world, device))
+        model = build_to_train(CONFIG)
+        add_adapters(model, lora_from_config(config, CONFIG), torch.bfloat16)
+        if config.load_in_4bit:
+            quantize_layers(model)
+        parallel = parallelize(model, config, dims, MemorySettings())
+        weights.materialize(model, device, root=parallel.loss_model, dtype=torch.bfloat16)
+        layer: Any = decoder_layers(model)[0]
+        for module in (parallel.loss_model, layer):  # FSDP2 pads shards when it first gathers
+            module.unshard()
+            module.reshard()
+        shards = storages(model.parameters())
+        layer.unshard()
+        whole = storages(layer.parameters())
+        found.append((flags, sum(shards.values()), sum(size for at, size in whole.items() if at not in shards)))
+    return found
+
+
+def storages(parameters: Iterable[Tensor]) -> dict[int, int]:
+    """Returns the sizes of storages by their addresses, but for scales of scales, which every rank holds."""
+    parts = [part for p in parameters for part in plain_tensors(local_part(p.detach()))]
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in parts}
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_no_more_dense_copies_are_alive_than_planned(tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, peak, dense = dict[int, int](), list[int](), Nf4Weight.dense
+
+    def counted(self: Nf4Weight) -> Tensor:
+        found = dense(self)
+        copies[id(found)] = found.nbytes
+        weakref.finalize(found, copies.pop, id(found))
+        peak.append(sum(copies.values()))
+        return found
+
+    monkeypatch.setattr(Nf4Weight, "dense", counted)
+    config = parsed(IN_4_BITS)
+    model = build_to_train(CONFIG)
+    add_adapters(model, lora_from_config(config, CONFIG), torch.bfloat16)
+    quantize_layers(model)
+    layers = decoder_layers(model)
+    ((_, keywords),) = layer_inputs(model, layers[:1], 8)
+    layer = layers[:1]._apply(lambda x: torch.empty_like(x, device="cpu").requires_grad_(x.requires_grad))[0]
+    if tiled:
+        tile_mlps([layer], changes_of(model))
+        layer.mlp.tile_tokens = 4
+    position = [torch.zeros(1, 8, 16, dtype=torch.bfloat16) for _ in range(2)]
+    x = torch.zeros(1, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x, **keywords | {"position_embeddings": position, "attention_mask": None})
+    assert not copies  # nothing that autograd saves is dense
+    y.sum().backward()
+    costs = layer_table(CONFIG, torch.bfloat16).costs(0, Treatment("attention", compiled=False, tiles_mlp=tiled))
+    assert max(peak) == 2 * max(costs.weights_read.values()) == 2 * (3 if tiled else 1) * 64 * 192
+
+
+def test_four_bits_take_a_quarter_of_the_memory_and_longer_sequences_fit() -> None:
+    for gpus in (1, 2):
+        narrow, wide = plan(IN_4_BITS, gpus), plan("--lora_rank 16", gpus)
+        linears = narrow.run.architecture.linears
+        assert wide.parts.parameters - narrow.parts.parameters == pytest.approx(1.484 * linears / gpus, rel=1e-3)
+    for flags, fits in ((IN_4_BITS, True), ("--lora_rank 16", False)):
+        run = f"--bf16 --model_max_length 96K --offload activations {flags}"
+        assert can_fit(planned_run(LLAMA, run, 1, gpu=24 * GIB)) == fits
+
+
+def test_products_take_time_to_unpack_weights() -> None:
+    found = plan(f"{IN_4_BITS} --remat none --gradient_accumulation_steps 2")
+    seconds = found.seconds["weights: unpacked for products"]
+    moved = found.run.architecture.linears * (0.516 + 2 + 0.25)
+    assert seconds == pytest.approx(2 * 2 * moved / memory_rate(found.run), rel=1e-3)  # each way, each micro-batch
+    assert plan("--lora_rank 16").seconds["weights: unpacked for products"] == 0
+
+
+def test_weights_in_host_memory_leave_the_gpu_and_are_copied_in_their_own_bytes() -> None:
+    for gpus in (1, 2):
+        here, away = plan(IN_4_BITS, gpus), plan(f"{IN_4_BITS} --offload optimizer", gpus)
+        assert away.parts.parameters == 0 and away.run.weight_bytes == here.parts.parameters
+        assert away.host_bytes - here.host_bytes >= gpus * here.parts.parameters
+        copied = away.run.weights.layers[0].fetched - (gpus == 1) * here.run.weights.layers[0].gathered
+        assert copied == pytest.approx(0.516 * here.run.architecture.kinds[0].linears, rel=0.03)
+
+
+def test_a_model_that_stays_in_16_bits_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tiny_config("mixtral").save_pretrained(tmp_path)
+    words = f"--model_name_or_path {tmp_path} --random_init --bf16 --gpus 1 --model_max_length 1K {IN_4_BITS}"
+    assert main(["plan", *words.split()]) == 2
+    assert "the experts of MixtralForCausalLM would keep" in capsys.readouterr().err
