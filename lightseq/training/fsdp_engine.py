@@ -60,13 +60,13 @@ class FsdpEngine:
         self._max_grad_norm = config.max_grad_norm
         self.model = build_to_train(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
-        if config.load_in_4bit:
+        if inputs.four_bits is not None:
             if memory.state_on_host:
                 raise ValueError(
-                    "--load_in_4bit True keeps weights on the GPU, and the plan moves them to the host; give a shorter "
+                    "weights in four bits stay on the GPU, and the plan moves them to the host; give a shorter "
                     "--model_max_length or more GPUs"
                 )
-            quantize_layers(self.model)
+            quantize_layers(self.model, inputs.weights if inputs.four_bits.in_files else None)
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = parallel.loss_model
         self.context, self.offload, self.units = parallel.context, parallel.offload, parallel.units
