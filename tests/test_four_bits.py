@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import slow_except
 from programs import Ended, program
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,6 +24,7 @@ from lightseq.models.presets import LLAMA3
 from lightseq.parts import adapters
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.four_bits import check_four_bits, quantize_layers
+from lightseq.tools.merged_weights import merge
 from lightseq.training import loop
 from lightseq.training.metrics import read_records
 
@@ -152,6 +154,78 @@ def test_stored_bytes_are_read_as_they_are(folder: Path, name: str) -> None:
         state = stored.quant_state
         assert x.raw.nibbles.equal(stored.data.flatten()) and x.raw.scales.equal(state.absmax.view(torch.uint8))
         assert x.dense().equal(dequantize_4bit(stored.data, state))
+
+
+def trained_adapter(folder: Path, name: str, compute: str | None = None) -> Path:
+    """Returns a checkpoint of a run, which runs once."""
+    compute = ("--bf16" if name == "model" else "") if compute is None else compute
+    output = f"merge-{name}{compute.strip()}"
+    given = flags(folder, output, name, FLAGS if name == "model" else FLAGS.split("True")[1])
+    if not (folder / output).exists():
+        (((end, _),),) = spawn(1, programs, [f"{given} {compute} --max_steps 2"])
+        assert end.status == 0, end.err
+    return folder / output / "checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("name", "compute"),
+    slow_except(
+        [("double", ""), ("model", "--bf16")], [(n, c) for n in ("model", "double", "single") for c in ("", "--bf16")]
+    ),
+)
+def test_a_merged_model_is_the_dequantized_base_and_the_adapter(
+    folder: Path, tmp_path: Path, name: str, compute: str
+) -> None:
+    adapter = trained_adapter(folder, name, compute)
+    said = merge(adapter, tmp_path / "merged", None)
+    assert said.endswith("with base weights as dequantized from four bits")
+    dtype = torch.bfloat16 if compute else torch.float32
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    quantizes = {"quantization_config": config} if name == "model" else {}
+    base = AutoModelForCausalLM.from_pretrained(folder / name, **quantizes, dtype=dtype).dequantize().float()
+    wanted = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    untouched = load_file(folder / "model" / "model.safetensors")  # which peft's base has in bfloat16
+    wanted |= {where: x for where, x in untouched.items() if where.split(".")[-2] not in LINEARS}
+    merged, about = LlamaForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(about.values()) and not hasattr(merged.config, "quantization_config")
+    for where, weight in merged.state_dict().items():
+        assert weight.dtype is torch.float32  # as in the files of the base
+        torch.testing.assert_close(weight, wanted[where], atol=1e-6, rtol=1e-6)
+
+
+def test_sixteen_bits_are_kept_if_asked(folder: Path, tmp_path: Path) -> None:
+    adapter = trained_adapter(folder, "model")
+    said = merge(adapter, tmp_path / "merged", None, keep_16_bits=True)
+    assert "dequantized" not in said
+    base = LlamaForCausalLM.from_pretrained(folder / "model")
+    wanted = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    for where, weight in load_file(tmp_path / "merged" / "model.safetensors").items():
+        torch.testing.assert_close(weight, wanted[where], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "base", "keeps", "why"),
+    [
+        ("double", "model", False, "was trained on weights stored in four bits, but"),
+        ("model", "double", False, "was trained on weights quantized from 16 or 32 bits on loading, but"),
+        ("double", "double", True, "--keep_16_bits: "),
+        ("double", "fp4", True, "is torch.uint8, which is quantized; give a model in float32"),
+    ],
+)
+def test_an_adapter_is_not_merged_into_another_form_of_its_base(
+    folder: Path, tmp_path: Path, trained_on: str, base: str, keeps: bool, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        merge(trained_adapter(folder, trained_on), tmp_path / "merged", str(folder / base), keeps)
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(("trained_on", "base"), [("double", "model"), ("model", "double")])
+def test_a_run_resumes_on_the_form_of_its_base_only(folder: Path, trained_on: str, base: str) -> None:
+    checkpoint = trained_adapter(folder, trained_on)
+    given = f"{flags(folder, checkpoint.parent.name, base)} --max_steps 3 --resume_from_checkpoint True"
+    (((end, _),),) = spawn(1, programs, [given])
+    assert end.status == 2 and "was trained with base weights " in end.err, end.err
 
 
 @pytest.mark.parametrize(

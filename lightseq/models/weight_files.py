@@ -86,20 +86,25 @@ def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
 
     An index beside a single file is not read, as in transformers. Raises ValueError for missing files.
     """
+    return mxfp4.join_packed(bnb4.join_parts(_stored_files(directory, remedy)), directory)
+
+
+def has_four_bits(directory: Path) -> bool:
+    """Returns whether files have weights that bitsandbytes has stored in four bits."""
+    return bool(bnb4.weights_in(_stored_files(directory, "copy it again")))
+
+
+def _stored_files(directory: Path, remedy: str) -> dict[str, Path]:
     if (directory / WEIGHTS).is_file():
         with open_safetensors(directory / WEIGHTS) as file:
-            return _join(dict.fromkeys(file.keys(), directory / WEIGHTS), directory)
+            return dict.fromkeys(file.keys(), directory / WEIGHTS)
     if (directory / INDEX).is_file():
         names = _weight_map(directory / INDEX)
         absent = [file for file in names.values() if not is_plain_name(file) or not (directory / file).is_file()]
         if absent:
             raise ValueError(f"{directory / INDEX} names {absent[0]}, which is missing; copy the whole directory")
-        return _join({name: directory / file for name, file in names.items()}, directory)
+        return {name: directory / file for name, file in names.items()}
     raise ValueError(f"{directory} has no {WEIGHTS}; {remedy}")
-
-
-def _join(files: Mapping[str, Path], directory: Path) -> dict[str, Path]:
-    return mxfp4.join_packed(bnb4.join_parts(files), directory)
 
 
 def bytes_of(directory: Path) -> int:
