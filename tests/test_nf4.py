@@ -14,7 +14,7 @@ from worlds import spawn
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.kernels.grouped_products import grouped_product
 from lightseq.models import weights
-from lightseq.models.nf4 import Nf4Weight
+from lightseq.models.nf4 import Nf4Bytes, Nf4Weight
 
 functional = pytest.importorskip("bitsandbytes.functional")
 SHAPES = ((300, 128), (2, 192), (5, 6, 64))  # rows that neither 2 nor 3 ranks share evenly; fewer rows than ranks
@@ -22,6 +22,15 @@ SHAPES = ((300, 128), (2, 192), (5, 6, 64))  # rows that neither 2 nor 3 ranks s
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
+
+
+def single(weight: Tensor) -> Nf4Weight:
+    """Returns a weight without double quantization."""
+    nibbles, state = functional.quantize_4bit(weight, quant_type="nf4")
+    scales, nested = state.absmax.view(torch.uint8), torch.empty(0)
+    return Nf4Weight(
+        Nf4Bytes(nibbles.flatten(), scales, nested, torch.tensor(0.0)), weight.shape, weight.dtype, weight.shape
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,6 +41,8 @@ def test_values_of_a_matrix_and_of_its_rows_are_those_of_bitsandbytes(dtype: tor
     assert ours.raw.nibbles.equal(nibbles.flatten()) and ours.raw.scales.equal(state.absmax)
     assert ours.raw.nested.equal(state.state2.absmax) and ours.raw.offset.equal(state.offset)
     assert ours.dense().equal(dense)
+    nibbles, state = functional.quantize_4bit(weight, quant_type="nf4")
+    assert single(weight)[77:240].dense().equal(functional.dequantize_4bit(nibbles, state)[77:240])
     assert ours[77:240].dense().equal(dense[77:240]) and isinstance(ours[77:240], Nf4Weight)
     assert sum(part.nbytes for part in ours.raw.tensors) < 0.52 * weight.numel()
 
@@ -68,9 +79,9 @@ def test_fsdp2_gathers_the_same_bits(world: int) -> None:
 def gathers(_rank: int) -> None:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for filled_later in (False, True):
+    for filled_later, quantize in ((False, Nf4Weight.quantize), (True, Nf4Weight.quantize), (False, single)):
         linears = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in SHAPES))
-        whole = [Nf4Weight.quantize(drawn(shape)) for shape in SHAPES]
+        whole = [quantize(drawn(shape)) for shape in SHAPES]
         for linear, weight in zip(linears, whole, strict=True):
             linear.weight = nn.Parameter(weight.to("meta") if filled_later else weight, requires_grad=False)
         fully_shard(linears, mesh=mesh, mp_policy=precision)

@@ -11,6 +11,7 @@ from typing import Any, Final
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from lightseq.architecture.inspection import inspect_architecture
+from lightseq.models import bnb4
 from lightseq.models.decoder import text_config, with_text_settings
 from lightseq.models.hub import hub_error
 from lightseq.models.mxfp4 import is_mxfp4
@@ -52,6 +53,7 @@ class ModelSource:
     config: PreTrainedConfig
     weights: Path | str | None
     in_mxfp4: bool = False  # the weights; the config says nothing of it, because they become bfloat16
+    in_four_bits: bool = False  # the weights of linears in the files, by bitsandbytes, also if they are not loaded
     quantization: str | None = None  # another format of the weights, which is not read
 
 
@@ -87,23 +89,27 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
 
 def _source(name: Path | str, weights: Path | str | None) -> ModelSource:
     config = _read_config(name)
-    in_mxfp4, quantization = is_mxfp4(vars(config)), None
+    in_mxfp4, in_four_bits, quantization = is_mxfp4(vars(config)), False, None
     if (settings := getattr(config, "quantization_config", None)) is not None:
         del config.quantization_config
         method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-        quantization = None if in_mxfp4 else method or "quantization_config"
-    source = ModelSource(config, weights, in_mxfp4 and weights is not None, quantization)
+        bits = bnb4.format_of(settings)
+        in_four_bits = bits == bnb4.READ_FORMAT
+        method = f"{method or bnb4.METHOD} in {bits}" if bits else method
+        quantization = None if in_mxfp4 or in_four_bits else method or "quantization_config"
+    has_weights = weights is not None
+    source = ModelSource(config, weights, in_mxfp4 and has_weights, in_four_bits, quantization)
     if weights is not None:
         check_weights_are_not_quantized(source, str(name))
     return source
 
 
 def check_weights_are_not_quantized(source: ModelSource, name: str) -> None:
-    """Raises ValueError for weights in another quantized format than MXFP4, which is read as bfloat16."""
+    """Raises ValueError for weights in another quantized format than MXFP4 and NF4, which are read."""
     if source.quantization is not None:
         raise ValueError(
             f"--model_name_or_path {name} has quantized weights ({source.quantization} in its config.json); give a "
-            "version in 16 or 32 bits"
+            "version in 16 or 32 bits, or in NF4 of bitsandbytes"
         )
 
 

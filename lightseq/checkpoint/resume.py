@@ -31,6 +31,7 @@ from lightseq.models.decoder import text_config
 from lightseq.objectives.registry import objective_of
 from lightseq.parts import adapter_files, adapters
 from lightseq.parts.adapters import Lora
+from lightseq.parts.four_bits import FourBits
 from lightseq.utils.files import read_json_object
 from lightseq.utils.formatting import first_line, plural
 
@@ -188,9 +189,18 @@ def changed_length_note(resume_from: Path, lr_scheduler_type: str, total_steps: 
     )
 
 
-def check_model(directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora | None) -> tuple[str, ...]:
+def check_model(
+    directory: Path,
+    config: TrainConfig,
+    model: PreTrainedConfig,
+    lora: Lora | None,
+    four_bits: FourBits | None = None,
+) -> tuple[str, ...]:
     """Returns notes on the model of a resumed run. Raises ValueError with the first setting that differs."""
-    differences = _adapter_differences(directory, config, model, lora) if lora else _model_differences(directory, model)
+    if lora is None:
+        differences = _model_differences(directory, model)
+    else:
+        differences = _adapter_differences(directory, config, model, lora, four_bits)
     if (difference := next(differences, None)) is not None:
         name, before, now = difference
         raise ValueError(
@@ -216,7 +226,7 @@ def _model_differences(directory: Path, model: PreTrainedConfig) -> Iterator[tup
 
 
 def _adapter_differences(
-    directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora
+    directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora, four_bits: FourBits | None
 ) -> Iterator[tuple[str, Any, Any]]:
     saved = _adapter_config(directory)
     rank, alpha = saved.get("r", lora.rank), saved.get("lora_alpha", lora.alpha)
@@ -231,10 +241,19 @@ def _adapter_differences(
         before, now = (each if isinstance(each, str) else ",".join(sorted(each)) for each in (found, wanted))
         if before != now:
             yield f"lora_target_{name}", before or "none", now or "none"
+    before, now = map(_kind_of_bits, (adapter_files.read_four_bits(directory), four_bits))
+    if before != now:
+        yield "base weights", before, now
     both = adapter_files.read_rope(directory), adapter_files.changed_rope(config, model)
     before, now = (_without_none((rope or {}).get("rope_parameters", "the base model's")) for rope in both)
     if not _are_equal(before, now):
         yield "rope_parameters", before, now
+
+
+def _kind_of_bits(bits: FourBits | None) -> str:
+    if bits is None:
+        return "in 16 or 32 bits"
+    return "in four bits, as the files have them" if bits.in_files else "quantized by --load_in_4bit True"
 
 
 def _base_model_note(directory: Path, config: TrainConfig) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
 from lightseq.hf.image_inputs import BESIDE_PIXELS, IMAGE_INPUTS, PIXELS, REMEDY, other_inputs
 from lightseq.hf.images import ImageFeatures, install
 from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_function
+from lightseq.hf.quantized import check_sharded
 from lightseq.hf.record import EnabledModel
 from lightseq.hf.router_losses import install_router_loss, mark_router_logits, unmark_router_logits
 from lightseq.models.decoder import decoder_layers, headless, positions_in_table, text_config, transformers_model
@@ -81,6 +82,7 @@ class Checks:
         self._unsplit_inputs = sorted(other_inputs(model) - {PIXELS, *BESIDE_PIXELS})
         self._length_dependent_rope = length_dependent_rope
         self._shapes = set[tuple[Any, ...]]()  # of positions that were right
+        self._shards_are_checked = False
 
     @torch.compiler.disable  # reads tensor values and communicates, which cannot be compiled
     def check_inputs(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -88,6 +90,9 @@ class Checks:
         context, state = self._context, self._context.forward_pass
         kwargs = _supported_arguments(model, args, kwargs)
         if state.outermost is None:
+            if not self._shards_are_checked:
+                check_sharded(model)
+                self._shards_are_checked = True
             self._check_other_inputs(kwargs)
             self._check_table(model, args, kwargs)
             self._images.begin(kwargs)

@@ -29,6 +29,7 @@ from lightseq.distributed.roll_call import RollCall
 from lightseq.hf.checks import install_checks
 from lightseq.hf.image_attention import IMPLEMENTATION as WITH_IMAGES
 from lightseq.hf.image_attention import image_attention_function
+from lightseq.hf.quantized import check_quantized, skip_in_ddp
 from lightseq.hf.record import RECORD, EnabledModel, record_of
 from lightseq.models.decoder import attending_part, decoder_layers, positions_in_table, text_decoder, transformers_model
 from lightseq.parts.attention import (
@@ -64,9 +65,9 @@ def enable(
     `options` are fields of `AttentionConfig` and override `config`.
 
     Raises TypeError for an unknown option, and ValueError for an unsupported model: attention dropout, an architecture
-    without the attention interface; also for a schedule without windows if the model has them, and for a length beyond
-    its table of positions. The patched model refuses masks, inputs without global positions or longer than its table, a
-    key/value cache, and labels that it would shift inside a shard.
+    without the attention interface, quantized weights that pass no gradient; also for a schedule without windows if the
+    model has them, and for a length beyond its table of positions. The patched model refuses masks, inputs without
+    global positions or longer than its table, a key/value cache, and labels that it would shift inside a shard.
     In DDP and FSDP2, which average gradients over ranks, it scales them so that the gradients of a sequence are summed.
     Enabling a model again replaces its context. A deep copy of the model shares it.
     """
@@ -81,6 +82,7 @@ def enable(
     if config.length < 1:
         raise ValueError(f"length is {config.length}; give the tokens of a sequence")
     check_attention(model)
+    check_quantized(model)
     if (positions := positions_in_table(transformers_model(model))) is not None and given_length > positions:
         raise ValueError(
             f"length is {given_length}, but {type(transformers_model(model)).__name__} has a table for {positions} "
@@ -111,7 +113,9 @@ def enable(
     ALL_ATTENTION_FUNCTIONS.register(WITH_IMAGES, image_attention_function)
     if (before := record_of(model)) is not None:
         before.changes.undo()
-    _install(model, EnabledModel(context))
+    record = EnabledModel(context)
+    skip_in_ddp(model, record.changes)
+    _install(model, record)
     return context
 
 

@@ -27,6 +27,7 @@ from transformers.trainer_utils import seed_worker
 
 from lightseq import hf
 from lightseq.distributed.environment import ranks_per_host
+from lightseq.hf.quantized import check_before_sharding, skip_in_ddp
 from lightseq.integrations.split_model import SPLIT_MODEL, SplitModel, split_model_of
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.integrations.whole_scores import WholeScores, score_of
@@ -136,6 +137,7 @@ def enable(
     else:
         whole = WholeBatches(unwrapped, context) if has_head else WholeScores(unwrapped, context)
     whole.record.changes.set_attribute(inner, SPLIT_MODEL, whole)
+    skip_in_ddp(unwrapped, whole.record.changes)
     whole.record.disabled_by = f"{__name__}.disable"
     return whole
 
@@ -228,6 +230,8 @@ def _begin_alike(begin: Callable[[], None], group: dist.ProcessGroup) -> None:
 
 def _prepare_model(accelerator: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """Prepares a model as accelerate does. Outputs of a wrapper around it, such as DDP's, then have logits."""
+    if accelerator.is_fsdp2:
+        check_before_sharding(model)
     prepared: nn.Module = type(accelerator).prepare_model(accelerator, model, *args, **kwargs)
     holds_transformer = any(isinstance(module, PreTrainedModel) for module in model.modules())
     whole = split_model_of(model) if holds_transformer else None

@@ -1,8 +1,8 @@
 """Frozen weight in four bits, NF4 of QLoRA (arXiv 2305.14314), with the values and the memory layout of bitsandbytes.
 
-Every 64 elements share a scale. Scales have 8 bits, and every 256 of them share a float32 scale. Their mean is the
-offset of the whole weight: a matrix, or the matrices of stacked experts. FSDP2 shards and gathers the bytes. Every rank
-holds all float32 scales, which take 0.0002 bytes an element.
+Every 64 elements share a scale. With double quantization, scales have 8 bits, and every 256 of them share a float32
+scale. Their mean is the offset of the whole weight: a matrix, or the matrices of stacked experts. FSDP2 shards and
+gathers the bytes. Every rank holds all shared scales, which take 0.0002 bytes an element.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 BLOCK, NESTED_BLOCK = 64, 256
+SCALE: Final = torch.float32
 aten: Final = torch.ops.aten
 
 
@@ -23,8 +24,8 @@ class Nf4Bytes:
     """Bytes of a weight, or of some of its rows, which are the slices along its first axis."""
 
     nibbles: Tensor  # uint8, two elements each, rows one after the other
-    scales: Tensor  # uint8, of blocks
-    nested: Tensor  # float32, of NESTED_BLOCK scales each, for the whole matrix
+    scales: Tensor  # uint8, of blocks: a byte each, or the four of a float32 without double quantization
+    nested: Tensor  # float32, of NESTED_BLOCK scales each, for the whole matrix; empty without double quantization
     offset: Tensor  # float32 without dims, added to every scale
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Nf4Bytes":
@@ -33,9 +34,12 @@ class Nf4Bytes:
 
     def elements(self, start: int, end: int) -> "Nf4Bytes":
         """Returns the bytes of some elements, which begin and end with a block."""
-        return replace(
-            self, nibbles=self.nibbles[start // 2 : end // 2], scales=self.scales[start // BLOCK : end // BLOCK]
-        )
+        scales = slice(self.scale_bytes(start), self.scale_bytes(end))
+        return replace(self, nibbles=self.nibbles[start // 2 : end // 2], scales=self.scales[scales])
+
+    def scale_bytes(self, elements: int) -> int:
+        """Returns the bytes of the scales of whole blocks."""
+        return elements // BLOCK * (1 if len(self.nested) else SCALE.itemsize)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -79,22 +83,27 @@ class Nf4Weight(Tensor):
         return self
 
     @classmethod
-    def empty(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "Nf4Weight":
-        """Allocates a matrix. Raises ValueError if its rows do not consist of whole blocks."""
-        _check_rows(shape)
-        raw = _empty(shape.numel(), -(-shape.numel() // (BLOCK * NESTED_BLOCK)), device)
+    def empty(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, double: bool = True) -> "Nf4Weight":
+        """Allocates a matrix, for `double` quantization or not. Raises ValueError for rows that are no whole blocks."""
+        check_rows(shape)
+        raw = _empty(shape.numel(), -(-shape.numel() // (BLOCK * NESTED_BLOCK)) if double else 0, device)
         return cls(raw, shape, dtype, shape)
 
     @classmethod
     def quantize(cls, dense: Tensor) -> "Nf4Weight":
         """Returns a dense matrix in four bits. Raises ValueError as `empty` does."""
-        _check_rows(dense.shape)
+        check_rows(dense.shape)
         return cls(_quantized(dense), dense.shape, dense.dtype, dense.shape)
 
     def fill_rows(self, whole: Tensor, first_row: int) -> None:
-        """Quantizes a dense matrix on the accelerator, and keeps the rows of this shard, from `first_row` on."""
-        device = torch.accelerator.current_accelerator() or self.device
-        found = Nf4Weight.quantize(whole.to(device, self.dtype))
+        """Keeps the rows that this shard has, from `first_row` on, of a weight in four bits, or of a dense one.
+
+        A dense one is quantized on the accelerator.
+        """
+        found = whole
+        if not isinstance(whole, Nf4Weight):
+            device = torch.accelerator.current_accelerator() or self.device
+            found = Nf4Weight.quantize(whole.to(device, self.dtype))
         self.copy_(found[first_row : first_row + len(self)])
 
     def dense(self) -> Tensor:
@@ -190,7 +199,7 @@ def sharded_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     return plain_tensors(tensor)[:2]
 
 
-def _check_rows(shape: torch.Size) -> None:
+def check_rows(shape: torch.Size) -> None:
     if len(shape) < 2 or shape[-1] % BLOCK:
         raise ValueError(f"a weight of shape {[*shape]} has no rows of whole blocks of {BLOCK} elements")
 
@@ -200,7 +209,8 @@ def _empty(elements: int, nested: int, device: torch.device) -> Nf4Bytes:
         return torch.empty(count, dtype=torch.uint8, device=device)
 
     return Nf4Bytes(
-        bytes_(elements // 2), bytes_(elements // BLOCK), torch.empty(nested, device=device),
+        bytes_(elements // 2), bytes_(elements // BLOCK * (1 if nested else SCALE.itemsize)),
+        torch.empty(nested, device=device),
         torch.empty((), device=device),
     )  # fmt: skip
 
@@ -221,15 +231,11 @@ def _dequantized(
 
     Calls in the backward pass say so. The compiler would else see one value, and save it from the forward pass.
     """
-    from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise
+    from bitsandbytes.functional import QuantState, dequantize_4bit
 
     if not len(nibbles):
         return torch.empty(shape, dtype=dtype, device=nibbles.device)
-    skipped = start % NESTED_BLOCK  # scales of earlier blocks under the first nested one
-    scales = torch.cat([scales.new_zeros(skipped), scales]) if skipped else scales
-    code = _dynamic_map(nibbles.device)
-    state = QuantState(nested[start // NESTED_BLOCK :], code=code, blocksize=NESTED_BLOCK, dtype=torch.float32)
-    absmax = dequantize_blockwise(scales, state)[skipped:].add_(offset)
+    absmax = _dequantized_scales(scales, nested, offset, start) if len(nested) else _floats(scales)
     state = QuantState(absmax, shape=torch.Size(shape), blocksize=BLOCK, quant_type="nf4", dtype=dtype)
     found: Tensor = dequantize_4bit(nibbles.unsqueeze(1), state)
     return found
@@ -243,8 +249,24 @@ def _(
     return torch.empty(shape, dtype=dtype, device=nibbles.device)
 
 
+def _dequantized_scales(scales: Tensor, nested: Tensor, offset: Tensor, start: int) -> Tensor:
+    from bitsandbytes.functional import QuantState, dequantize_blockwise
+
+    skipped = start % NESTED_BLOCK  # scales of earlier blocks under the first nested one
+    scales = torch.cat([scales.new_zeros(skipped), scales]) if skipped else scales
+    code = dynamic_map(scales.device)
+    state = QuantState(nested[start // NESTED_BLOCK :], code=code, blocksize=NESTED_BLOCK, dtype=SCALE)
+    found: Tensor = dequantize_blockwise(scales, state)[skipped:].add_(offset)
+    return found
+
+
+def _floats(scales: Tensor) -> Tensor:
+    aligned = scales.storage_offset() % SCALE.itemsize == 0
+    return (scales if aligned else scales.clone()).view(SCALE)
+
+
 @cache
-def _dynamic_map(device: torch.device) -> Tensor:
+def dynamic_map(device: torch.device) -> Tensor:
     """Returns the values of the scales' 8 bits."""
     from bitsandbytes.functional import create_dynamic_map
 
@@ -304,7 +326,8 @@ def _new_zeros(x: Nf4Weight, size: Sequence[int], **given: Any) -> Tensor:
     if len(size) < 2 or tuple(size[1:]) != x.whole[1:] or given.get("dtype") not in (None, x.dtype):
         return _new_empty(x, size, **given).zero_()
     # FSDP2 pads shards so. It copies nothing to a rank without rows, which needs the scales of the matrix, too.
-    nibbles, scales = (x.raw.nibbles.new_zeros(size[0] * x.row_elements // part) for part in (2, BLOCK))
+    elements = size[0] * x.row_elements
+    nibbles, scales = (x.raw.nibbles.new_zeros(count) for count in (elements // 2, x.raw.scale_bytes(elements)))
     raw = replace(x.raw, nibbles=nibbles, scales=scales)
     return x.like(raw, shape=size, first_row=None, transposed=False)
 
@@ -357,7 +380,7 @@ def _padded(x: Nf4Weight, rows: int) -> Nf4Weight:
     if not missing:
         return x
     nibbles = torch.cat([raw.nibbles, raw.nibbles.new_zeros(missing // 2)])
-    scales = torch.cat([raw.scales, raw.scales.new_zeros(missing // BLOCK)])
+    scales = torch.cat([raw.scales, raw.scales.new_zeros(raw.scale_bytes(missing))])
     return x.like(replace(raw, nibbles=nibbles, scales=scales), shape=(rows, *x.whole[1:]), first_row=None)
 
 

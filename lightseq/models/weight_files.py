@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightseq.models import mxfp4
+from lightseq.models import bnb4, mxfp4
 from lightseq.utils.files import open_regular, read_json
 from lightseq.utils.formatting import first_line, is_plain_name
 
@@ -56,30 +57,53 @@ def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
             return held[file]
 
         def tensor(name: str) -> Any:
-            file, blocks, scales = files[name], name + mxfp4.BLOCKS, name + mxfp4.SCALES
-            if blocks not in names_in(file) or name in names_in(file):
-                return opened[file].get_slice(name)
-            beside = file if scales in names_in(file) else file.parent / _weight_map(file.parent / INDEX)[scales]
-            names_in(beside)
-            return mxfp4.PackedSlice(opened[file].get_slice(blocks), opened[beside].get_slice(scales))
+            file, names = files[name], names_in(files[name])
+            part = partial(beside, file)
+            if name + mxfp4.BLOCKS in names and name not in names:
+                return mxfp4.PackedSlice(part(name + mxfp4.BLOCKS), part(name + mxfp4.SCALES))
+            return bnb4.FourBitSlice(name, part) if is_in_four_bits(file, name) else opened[file].get_slice(name)
+
+        def beside(file: Path, name: str) -> Any:
+            """Returns a tensor of a file, or of another one of the same model."""
+            found = file if name in names_in(file) else file.parent / weight_map(file.parent)[name]
+            names_in(found)
+            return opened[found].get_slice(name)
+
+        def is_in_four_bits(file: Path, name: str) -> bool:
+            facts = name + bnb4.FACTS
+            return facts in held[file] or (not (file.parent / WEIGHTS).is_file() and facts in weight_map(file.parent))
+
+        @cache
+        def weight_map(directory: Path) -> dict[str, str]:
+            index = directory / INDEX
+            return _weight_map(index) if index.is_file() else {}
 
         yield tensor
 
 
 def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
-    """Returns the file of each tensor by name, and of a weight in MXFP4 the file of its blocks.
+    """Returns the file of each tensor by name, and of a weight in MXFP4 or in four bits the file of its blocks.
 
     An index beside a single file is not read, as in transformers. Raises ValueError for missing files.
     """
+    return mxfp4.join_packed(bnb4.join_parts(_stored_files(directory, remedy)), directory)
+
+
+def has_four_bits(directory: Path) -> bool:
+    """Returns whether files have weights that bitsandbytes has stored in four bits."""
+    return bool(bnb4.weights_in(_stored_files(directory, "copy it again")))
+
+
+def _stored_files(directory: Path, remedy: str) -> dict[str, Path]:
     if (directory / WEIGHTS).is_file():
         with open_safetensors(directory / WEIGHTS) as file:
-            return mxfp4.join_packed(dict.fromkeys(file.keys(), directory / WEIGHTS), directory)
+            return dict.fromkeys(file.keys(), directory / WEIGHTS)
     if (directory / INDEX).is_file():
         names = _weight_map(directory / INDEX)
         absent = [file for file in names.values() if not is_plain_name(file) or not (directory / file).is_file()]
         if absent:
             raise ValueError(f"{directory / INDEX} names {absent[0]}, which is missing; copy the whole directory")
-        return mxfp4.join_packed({name: directory / file for name, file in names.items()}, directory)
+        return {name: directory / file for name, file in names.items()}
     raise ValueError(f"{directory} has no {WEIGHTS}; {remedy}")
 
 

@@ -1,51 +1,126 @@
 """Frozen linears and stacked experts of a model's decoder layers in four bits, as QLoRA has them (arXiv 2305.14314)."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from lightseq.models.bnb4 import FourBitSlice
 from lightseq.models.decoder import decoder_layers, float32_parameters, module_name
 from lightseq.models.nf4 import BLOCK, Nf4Weight
-from lightseq.models.weights import LORA_INFIX
+from lightseq.models.published_layout import layout_of_files
+from lightseq.models.weight_files import open_tensors, tensor_files
+from lightseq.models.weights import LORA_INFIX, base_parameters, without_wrappers
 from lightseq.parts.experts import experts_modules, parameters_of_experts
 from lightseq.parts.identity import linear_change
 
-FLAG = "--load_in_4bit True"
-PRODUCTS_OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")  # attributes of stacked experts, if they have them
+FLAG: Final = "--load_in_4bit True"
+PRODUCTS_OF_EXPERTS: Final = ("gate_up_proj", "up_proj", "down_proj")  # attributes of stacked experts
 
 
-def quantize_layers(model: PreTrainedModel) -> None:
+@dataclass(frozen=True)
+class FourBits:
+    """Form of a run's base weights in four bits."""
+
+    in_files: bool  # as the model's files have them; else they are quantized on loading
+    dtype: str  # of the products, in which the weights are quantized on loading
+
+
+@dataclass(frozen=True)
+class BaseWeight:
+    """Frozen weight of a product in the decoder layers."""
+
+    module: nn.Module
+    module_name: str
+    attribute: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.module_name}.{self.attribute}"
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        found: nn.Parameter = getattr(self.module, self.attribute)
+        return found
+
+
+def quantize_layers(model: PreTrainedModel, stored_in: Path | None = None) -> None:
     """Puts the frozen linears and experts of the decoder layers in four bits, one weight at a time.
 
     Weights on the meta device are quantized when they are loaded (`weights.fill`). Embeddings, the head, norms, routers
     and adapters keep their dtype. Raises ValueError for a layer with other matrices, which would keep theirs unasked.
+    If files have weights in four bits, `stored_in` is their directory, and only the linears that they have so change.
     """
-    check_four_bits(model)
-    for _, module, name in _base_weights(model):
-        weight = getattr(module, name)
+    if stored_in is None:
+        check_four_bits(model)
+        doubles = dict.fromkeys((weight.name for weight in base_weights(model)), True)
+    else:
+        check_package(f"{stored_in} in four bits")
+        doubles = _stored_linears(model, stored_in)
+    for found in base_weights(model):
+        if found.name not in doubles:
+            continue
+        weight = found.parameter
         if weight.is_meta:
-            quantized = Nf4Weight.empty(weight.shape, weight.dtype, weight.device)
+            quantized = Nf4Weight.empty(weight.shape, weight.dtype, weight.device, doubles[found.name])
         else:
             quantized = Nf4Weight.quantize(weight.detach())
-        setattr(module, name, nn.Parameter(quantized, requires_grad=False))
+        setattr(found.module, found.attribute, nn.Parameter(quantized, requires_grad=False))
+
+
+def _stored_linears(model: PreTrainedModel, directory: Path) -> dict[str, bool]:
+    """Returns the names of linears' weights that files have in four bits, and whether with double quantization.
+
+    Raises ValueError for other weights of the decoder layers in four bits, which would take their size in 16 bits.
+    """
+    files = tensor_files(directory, "save the model as safetensors")
+    layout = layout_of_files(model, base_parameters(model), files)
+    by_name = {
+        without_wrappers(weight.name): weight for weight in base_weights(model) if isinstance(weight.module, nn.Linear)
+    }
+    inside = f"{module_name(model, decoder_layers(model))}."
+    found: dict[str, bool] = {}
+    with open_tensors(files) as stored:
+        for name, conversion in layout.converted.items():
+            for _, source in conversion.sources:
+                if isinstance(stored(source), FourBitSlice):
+                    raise ValueError(
+                        f"{directory}: {source} is in four bits, but belongs to {name}, which is no linear's weight; "
+                        "give a version in 16 bits"
+                    )
+        for name, source in layout.renamed.items():
+            if not isinstance(tensor := stored(source), FourBitSlice) or not name.startswith(inside):
+                continue  # embeddings and the head are read as dense ones
+            change = linear_change(by_name[name].module) if name in by_name else "is no linear's weight"
+            if change is not None:
+                raise ValueError(f"{directory}: {name} is in four bits, but {change}; give a version in 16 bits")
+            found[by_name[name].name] = tensor.is_double
+    return found
+
+
+def check_package(what: str) -> None:
+    """Raises ValueError without bitsandbytes, which `what` needs."""
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(f"{what} needs bitsandbytes, which is not installed; pip install bitsandbytes")
 
 
 def check_four_bits(model: PreTrainedModel) -> None:
     """Raises ValueError unless every matrix of the decoder layers can be in four bits."""
-    if find_spec("bitsandbytes") is None:
-        raise ValueError(f"{FLAG} needs bitsandbytes, which is not installed; pip install bitsandbytes")
+    check_package(FLAG)
     layers, class_name = decoder_layers(model), type(model).__name__
     known = {id(parameter) for parameter in parameters_of_experts(layers)}  # routers among them
-    for where, module, name in _base_weights(model):
-        weight = getattr(module, name)
-        known.add(id(weight))
-        if isinstance(module, nn.Linear) and (change := linear_change(module)) is not None:
-            raise ValueError(f"{FLAG}: {where} {change}; leave it out")
-        if weight.shape[-1] % BLOCK:
-            given = f"rows of {where}.{name} have {weight.shape[-1]} elements"
-            raise ValueError(f"{FLAG}: {given}, not a multiple of {BLOCK}; leave it out")
+    for weight in base_weights(model):
+        known.add(id(weight.parameter))
+        if isinstance(weight.module, nn.Linear) and (change := linear_change(weight.module)) is not None:
+            raise ValueError(f"{FLAG}: {weight.module_name} {change}; leave it out")
+        if (elements := weight.parameter.shape[-1]) % BLOCK:
+            raise ValueError(
+                f"{FLAG}: rows of {weight.name} have {elements} elements, not a multiple of {BLOCK}; leave it out"
+            )
     for where, module in layers.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             is_matrix = parameter.ndim > 1 and LORA_INFIX not in f".{where}.{name}"
@@ -56,8 +131,8 @@ def check_four_bits(model: PreTrainedModel) -> None:
                 )
 
 
-def _base_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yields where the weights of linears and experts in the decoder layers are: module's name, module, attribute.
+def base_weights(model: PreTrainedModel) -> Iterator[BaseWeight]:
+    """Yields the weights of linears and experts in the decoder layers.
 
     Adapters, and weights that compute in float32, are left out.
     """
@@ -70,4 +145,4 @@ def _base_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]
             attributes = ["weight"]
         elif id(module) in experts:
             attributes = [attribute for attribute in PRODUCTS_OF_EXPERTS if hasattr(module, attribute)]
-        yield from ((where, module, x) for x in attributes if f"{where}.{x}" not in in_float32)
+        yield from (BaseWeight(module, where, x) for x in attributes if f"{where}.{x}" not in in_float32)

@@ -24,6 +24,7 @@ from lightseq.models.weights import LORA_INFIX, base_parameters, has_nan, withou
 from lightseq.parts.adapter_files import CONFIG, base_directory, lora_scale, read_config, read_rope
 from lightseq.parts.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from lightseq.parts.chosen_experts import build_to_train
+from lightseq.tools.merged_base import BaseWeights, find_base_weights
 from lightseq.tools.merged_experts import ExpertsChange, LinearChange, changes_of_experts, weights_by_adapter
 from lightseq.training.output_directory import create_output_dir
 from lightseq.utils.files import read_json_object
@@ -41,10 +42,11 @@ Pairs = Mapping[str, tuple[Tensor, Tensor]]  # A and B by the module that they a
 Change = LinearChange | ExpertsChange
 
 
-def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> str:
+def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None, keep_16_bits: bool = False) -> str:
     """Writes base + scale · B·A in the dtype of the base model, and a config with the RoPE settings of the adapter.
 
-    Returns a summary line.
+    The base has the values that the adapter was trained on, which may be dequantized from four bits, or with
+    `keep_16_bits` those of its files. Returns a summary line.
     """
     settings, rope = read_config(adapter), read_rope(adapter)
     source = base_directory(settings, adapter, model_name_or_path, "give --model_name_or_path")
@@ -54,37 +56,41 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None) -> st
     pairs, copies = _read_adapter(path)
     changes, names = _find_changes(source, pairs, settings, path)
     _check_copies(source, {names.get(name, name): copy for name, copy in copies.items()}, path)
+    with _readable(source):
+        base = find_base_weights(source, adapter, keep_16_bits)
     for directory in (adapter, source):
         check_weights(directory)
     create_output_dir(output_dir)
     try:
-        _merge_weights(source, output_dir, changes, lora_scale(settings), adapter)
+        _merge_weights(source, output_dir, changes, lora_scale(settings), adapter, base)
         unused = {INDEX} if (source / WEIGHTS).is_file() else set()
         copy_files(("*.json",), source, output_dir, left_out={*NOT_COPIED, *unused})
         copy_tokenizer(source, output_dir)
         if (adapter / SETTINGS).is_file():  # it has a tokenizer of its own
             remove_chat_templates(output_dir)
         copy_tokenizer(adapter, output_dir)
-        in_mxfp4 = (source / "config.json").is_file() and is_mxfp4(read_json_object(source / "config.json"))
-        if rope is not None or in_mxfp4:
-            _write_config(source / "config.json", output_dir / "config.json", rope or {})
-        if in_mxfp4 and (output_dir / INDEX).is_file():
+        is_packed = base.in_files or (
+            (source / "config.json").is_file() and is_mxfp4(read_json_object(source / "config.json"))
+        )
+        if rope is not None or is_packed:
+            _write_config(source / "config.json", output_dir / "config.json", rope or {}, is_packed)
+        if is_packed and (output_dir / INDEX).is_file():
             _write_index(source, output_dir)
     except BaseException:
         shutil.rmtree(output_dir)  # a partial model would look complete
         raise
-    base = model_name_or_path or settings["base_model_name_or_path"]
-    return f"merged {adapter} into {len(changes)} tensors of {base}, written to {output_dir}"
+    name = model_name_or_path or settings["base_model_name_or_path"]
+    return f"merged {adapter} into {len(changes)} tensors of {name}, written to {output_dir}{base.note}"
 
 
-def _write_config(source: Path, target: Path, rope: Mapping[str, Any]) -> None:
+def _write_config(source: Path, target: Path, rope: Mapping[str, Any], was_packed: bool) -> None:
     """Writes a config.json with the adapter's RoPE settings, if any, and without older keys that would override them.
 
-    Merged weights are not in MXFP4.
+    Merged weights are no longer in MXFP4 or NF4, if the base's were.
     """
     found = read_json_object(source)
-    if is_mxfp4(found):
-        del found["quantization_config"]
+    if was_packed:
+        found.pop("quantization_config", None)
     text = found["text_config"] if isinstance(found.get("text_config"), dict) else found  # beside those of images
     for key in OLDER_ROPE if rope else ():
         text.pop(key, None)
@@ -93,7 +99,7 @@ def _write_config(source: Path, target: Path, rope: Mapping[str, Any]) -> None:
 
 
 def _write_index(source: Path, output_dir: Path) -> None:
-    """Writes the index of merged weights whose base was in MXFP4, and had other names."""
+    """Writes the index of merged weights whose base was in MXFP4 or NF4, and had other names."""
     files = {name: file.name for name, file in tensor_files(source, REMEDY).items()}
     size = sum((output_dir / file).stat().st_size for file in set(files.values()))
     index = {"metadata": {"total_size": size}, "weight_map": files}
@@ -206,12 +212,14 @@ def _check_rank(name: str, a: Tensor, b: Tensor, rank: int, path: Path) -> None:
         raise ValueError(f"{path}: {name} has A and B of {shapes}, not of rank {rank}; copy the adapter again")
 
 
-def _merge_weights(source: Path, output_dir: Path, changes: Mapping[str, Change], scale: float, adapter: Path) -> None:
+def _merge_weights(
+    source: Path, output_dir: Path, changes: Mapping[str, Change], scale: float, adapter: Path, base: BaseWeights
+) -> None:
     with _readable(source):
         names = tensor_files(source, REMEDY)
     for file in sorted(set(names.values())):
         _merge_file(
-            {name: names[name] for name in names if names[name] == file}, output_dir / file.name, changes, scale
+            {name: names[name] for name in names if names[name] == file}, output_dir / file.name, changes, scale, base
         )
     if left := changes.keys() - names.keys():
         raise ValueError(
@@ -219,25 +227,28 @@ def _merge_weights(source: Path, output_dir: Path, changes: Mapping[str, Change]
         )
 
 
-def _merge_file(names: Mapping[str, Path], target: Path, changes: Mapping[str, Change], scale: float) -> None:
+def _merge_file(
+    names: Mapping[str, Path], target: Path, changes: Mapping[str, Change], scale: float, base: BaseWeights
+) -> None:
     """Writes the tensors of one file, merged."""
     merged: dict[str, Tensor] = {}
     (source,) = set(names.values())
     with _readable(source), open_tensors(names) as stored:
         for name in names:
-            weight = stored(name)[...]
+            weight, dtype = base.read(name, stored(name))
             if (change := changes.get(name)) is not None:
-                if tuple(weight.shape) not in change.shapes:
-                    raise ValueError(
-                        f"{source}: {name} has the shape {list(weight.shape)}, but the adapter's is "
-                        f"{list(change.shapes[0])}; {REMEDY}"
-                    )
                 if weight.dtype not in MERGED_DTYPES:
                     raise ValueError(
                         f"{source}: {name} is {weight.dtype}, which is quantized; give a model in float32, bfloat16 or "
                         "float16 with --model_name_or_path"
                     )
+                if tuple(weight.shape) not in change.shapes:
+                    raise ValueError(
+                        f"{source}: {name} has the shape {list(weight.shape)}, but the adapter's is "
+                        f"{list(change.shapes[0])}; {REMEDY}"
+                    )
                 weight = change.add_to(weight, scale)
+            weight = weight.to(dtype)
             if weight.dtype in MERGED_DTYPES and has_nan(weight):
                 raise ValueError(f"{source}: {name} holds NaN; {REMEDY}")
             merged[name] = weight

@@ -18,6 +18,7 @@ from lightseq.models import hub
 from lightseq.models.decoder import has_towers
 from lightseq.models.presets import ModelFamily
 from lightseq.parts.adapters import Lora, lora_from_config, notes_on_targets
+from lightseq.parts.four_bits import FourBits
 from lightseq.parts.fp8 import check_fp8
 from lightseq.training.setup_checks import (
     Notes,
@@ -41,6 +42,7 @@ class FoundModel:
     warnings: Notes
     lora: Lora | None = None
     unscaled: PreTrainedConfig | None = None  # the config without --rope_scaling, if that was given
+    four_bits: FourBits | None = None  # of the frozen weights
 
 
 def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundModel:
@@ -75,7 +77,10 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
         )
     if source.in_mxfp4:
         warnings += (f"{config.model_name_or_path}: weights in MXFP4 are read as bfloat16; checkpoints have no MXFP4",)
-    return FoundModel(model_config, source.weights, tokenizer, dims, warnings, lora, unscaled)
+    four_bits, in_files = None, source.in_four_bits and source.weights is not None
+    if in_files or config.load_in_4bit:
+        four_bits = FourBits(in_files, config.compute_dtype)
+    return FoundModel(model_config, source.weights, tokenizer, dims, warnings, lora, unscaled, four_bits)
 
 
 def fetch_weights(model: FoundModel, world: World, verified: Path | None = None) -> Path | None:

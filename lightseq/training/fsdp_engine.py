@@ -61,8 +61,8 @@ class FsdpEngine:
         self._max_grad_norm = config.max_grad_norm
         self.model = build_to_train(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
-        if config.load_in_4bit:
-            quantize_layers(self.model)
+        if inputs.four_bits is not None:
+            quantize_layers(self.model, inputs.weights if inputs.four_bits.in_files else None)
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = parallel.loss_model
         self.context, self.offload, self.units = parallel.context, parallel.offload, parallel.units

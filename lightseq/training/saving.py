@@ -122,7 +122,9 @@ class Saving:
         if self._inputs.lora is not None:
             base = self._config.model_name_or_path
             rope = adapter_files.changed_rope(self._config, self._inputs.model_config)
-            adapter_files.save(whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope)
+            adapter_files.save(
+                whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope, self._inputs.four_bits
+            )
         else:
             buffers = state_files.read_full_tensors(state, state_files.BUFFER)
             self._write_pretrained(directory, chain(whole, buffers))

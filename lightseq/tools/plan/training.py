@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
     if not config.random_init:
         check_weights_are_not_quantized(source, config.model_name)
+        config = replace(config, load_in_4bit=config.load_in_4bit or source.in_four_bits)
     model = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     check_layers(config, inspect_architecture(model))
     if config.packing != "none":
@@ -155,9 +157,7 @@ def _notes(family: ModelFamily, run: PlannedRun, may_offload: bool) -> list[str]
             may_offload and math.isinf(hardware.host_memory)
         ),
         "--deterministic is assumed to cost nothing": config.deterministic,
-        "weights in four bits are counted, in bytes and in time to unpack them, and were not measured on a GPU": (
-            config.load_in_4bit
-        ),
+        "weights in four bits were measured on one GPU only": config.load_in_4bit and hardware.gpus > 1,
         "the reference kernel needs memory and time quadratic in a tile's length, which is not counted": (
             config.kernel_name == "reference"
         ),

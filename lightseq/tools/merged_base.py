@@ -1,0 +1,95 @@
+"""Weights of a base model as an adapter was trained on them: as its files have them, or dequantized from four bits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from lightseq.models.nf4 import Nf4Weight
+from lightseq.models.published_layout import layout_of_files
+from lightseq.models.weight_files import has_four_bits, tensor_files
+from lightseq.models.weights import base_parameters
+from lightseq.parts.adapter_files import read_four_bits
+from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.four_bits import FourBits, base_weights, check_package
+
+FLAG: Final = "--keep_16_bits"
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """Base weights to merge an adapter into."""
+
+    in_files: bool  # files have weights in four bits
+    four_bits: FourBits | None  # of the run, if the adapter was trained on weights in four bits
+    quantized: frozenset[str] = frozenset()  # names in the files of weights that the run quantized on loading
+
+    def read(self, name: str, stored: Any) -> tuple[Tensor, torch.dtype]:
+        """Returns a dense weight with the values that the adapter was trained on, and the dtype to store it in.
+
+        It has that dtype, or a wider one in which the run computed.
+        """
+        found = stored[...]
+        dtype, trained = found.dtype, found.dtype if self.four_bits is None else getattr(torch, self.four_bits.dtype)
+        if isinstance(found, Nf4Weight):
+            found = found.like(found.raw, dtype=trained).dense()
+        elif name in self.quantized:
+            # GPUs may sum the scales in another order than CPUs, and the run had its weights on one.
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            found = Nf4Weight.quantize(found.to(device, trained)).dense().cpu()
+        return found.to(torch.promote_types(found.dtype, dtype)) if found.is_floating_point() else found, dtype
+
+    @property
+    def note(self) -> str:
+        """Returns the end of a summary line."""
+        return ", with base weights as dequantized from four bits" if self.in_files or self.quantized else ""
+
+
+def find_base_weights(source: Path, adapter: Path, keep_16_bits: bool) -> BaseWeights:
+    """Finds the base weights that an adapter was trained on, or those of the `source`'s files in 16 bits.
+
+    Raises ValueError if the `source` does not have them.
+    """
+    held, in_files = read_four_bits(adapter), has_four_bits(source)
+    if in_files:
+        check_package(f"{source} in four bits")
+        if keep_16_bits:
+            raise ValueError(f"{FLAG}: {source} has its weights in four bits; give a base model in 16 bits")
+    if held is None or keep_16_bits:
+        return BaseWeights(in_files, held)
+    if held.in_files != in_files:
+        stored = "stored in four bits" if held.in_files else "quantized from 16 or 32 bits on loading"
+        remedy = f", or add {FLAG}" if held.in_files else ""
+        raise ValueError(
+            f"{adapter} was trained on weights {stored}, but {source} has none such; give its base model with "
+            f"--model_name_or_path{remedy}"
+        )
+    if in_files:
+        return BaseWeights(in_files, held)
+    check_package(f"{adapter}, which was trained on weights in four bits,")
+    return BaseWeights(in_files, held, _guarded(source, lambda: _quantized_on_loading(source)))
+
+
+def _guarded(source: Path, find: Callable[[], frozenset[str]]) -> frozenset[str]:
+    try:
+        return find()
+    except Exception as error:  # of foreign code, or files of another model
+        raise ValueError(
+            f"{source} does not show which weights training had in four bits ({error}); give its base model with "
+            f"--model_name_or_path, or add {FLAG}"
+        ) from error
+
+
+def _quantized_on_loading(source: Path) -> frozenset[str]:
+    """Returns the names in the files of the weights that `--load_in_4bit True` quantizes."""
+    model = build_to_train(AutoConfig.from_pretrained(source, trust_remote_code=False))
+    files = tensor_files(source, "copy it again")
+    layout = layout_of_files(model, base_parameters(model), files)
+    names = [weight.name for weight in base_weights(model)]
+    if split := [name for name in names if name not in layout.renamed]:
+        raise ValueError(f"{split[0]} is one weight in training, whose experts share scales, and several in the files")
+    return frozenset(layout.renamed[name] for name in names)
