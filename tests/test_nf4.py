@@ -14,7 +14,8 @@ from worlds import spawn
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.kernels.grouped_products import grouped_product
 from lightseq.models import weights
-from lightseq.models.nf4 import Nf4Bytes, Nf4Weight
+from lightseq.models.nf4 import Nf4Weight
+from lightseq.models.nf4_bytes import Nf4Bytes
 
 functional = pytest.importorskip("bitsandbytes.functional")
 SHAPES = ((300, 128), (2, 192), (5, 6, 64))  # rows that neither 2 nor 3 ranks share evenly; fewer rows than ranks

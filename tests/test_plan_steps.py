@@ -112,6 +112,18 @@ def test_packed_rows_are_planned_within_five_percent_and_ten(record: dict[str, A
     assert one_document.step_seconds > 1.1 * record["step_seconds"]
 
 
+def test_weights_in_four_bits_are_planned_within_five_percent_and_ten() -> None:
+    (record,) = ours("step-8b-4bit-packed-1xh200")
+    words = record["trial_command"].split()
+    words = [*words[words.index("llama3/train.py") + 1 :], "--remat", record["remat"]]
+    documents = DocumentLengths(record["packed_rows"], record["packed_rows"], record["packed_rows"])
+    config = parse(words, "").resolve_memory_flags(on_gpu=True)
+    run = PlannedRun(model_of("llama3-8b")[1], config, hardware_of(record, 1), documents=documents)
+    check_plan(make_plan(run), record)
+    dense = make_plan(run.changed(config=replace(config, load_in_4bit=False)))
+    assert dense.parts.parameters > 2.5 * make_plan(run).parts.parameters
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("record", GEMMA, ids=[f"{r['length']}, {r['remat']}, {r['commit']}" for r in GEMMA])
 def test_windows_wide_heads_and_more_norms_are_planned_within_five_percent_and_ten(record: dict[str, Any]) -> None:

@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lightseq.models.nf4 import BLOCK, NESTED_BLOCK, SCALE, Nf4Bytes, Nf4Weight, dynamic_map
+from lightseq.models.nf4 import Nf4Weight
+from lightseq.models.nf4_bytes import BLOCK, NESTED_BLOCK, SCALE, Nf4Bytes, dynamic_map
 
 METHOD: Final = "bitsandbytes"  # in quantization_config of config.json
 READ_FORMAT: Final = "nf4"

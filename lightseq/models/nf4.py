@@ -1,49 +1,19 @@
 """Frozen weight in four bits, NF4 of QLoRA (arXiv 2305.14314), with the values and the memory layout of bitsandbytes.
 
-Every 64 elements share a scale. With double quantization, scales have 8 bits, and every 256 of them share a float32
-scale. Their mean is the offset of the whole weight: a matrix, or the matrices of stacked experts. FSDP2 shards and
-gathers the bytes. Every rank holds all shared scales, which take 0.0002 bytes an element.
+FSDP2 shards and gathers the bytes. Every rank holds all scales of scales, which take 0.0002 bytes an element.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-BLOCK, NESTED_BLOCK = 64, 256
-SCALE: Final = torch.float32
+from lightseq.models.nf4_bytes import BLOCK, NESTED_BLOCK, Nf4Bytes, dequantize, empty_bytes, quantize
+
 aten: Final = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Nf4Bytes:
-    """Bytes of a weight, or of some of its rows, which are the slices along its first axis."""
-
-    nibbles: Tensor  # uint8, two elements each, rows one after the other
-    scales: Tensor  # uint8, of blocks: a byte each, or the four of a float32 without double quantization
-    nested: Tensor  # float32, of NESTED_BLOCK scales each, for the whole matrix; empty without double quantization
-    offset: Tensor  # float32 without dims, added to every scale
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Nf4Bytes":
-        """Applies a function to each tensor."""
-        return Nf4Bytes(change(self.nibbles), change(self.scales), change(self.nested), change(self.offset))
-
-    def elements(self, start: int, end: int) -> "Nf4Bytes":
-        """Returns the bytes of some elements, which begin and end with a block."""
-        scales = slice(self.scale_bytes(start), self.scale_bytes(end))
-        return replace(self, nibbles=self.nibbles[start // 2 : end // 2], scales=self.scales[scales])
-
-    def scale_bytes(self, elements: int) -> int:
-        """Returns the bytes of the scales of whole blocks."""
-        return elements // BLOCK * (1 if len(self.nested) else SCALE.itemsize)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.nibbles, self.scales, self.nested, self.offset
 
 
 class Nf4Weight(Tensor):
@@ -86,14 +56,14 @@ class Nf4Weight(Tensor):
     def empty(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, double: bool = True) -> "Nf4Weight":
         """Allocates a matrix, for `double` quantization or not. Raises ValueError for rows that are no whole blocks."""
         check_rows(shape)
-        raw = _empty(shape.numel(), -(-shape.numel() // (BLOCK * NESTED_BLOCK)) if double else 0, device)
+        raw = empty_bytes(shape.numel(), -(-shape.numel() // (BLOCK * NESTED_BLOCK)) if double else 0, device)
         return cls(raw, shape, dtype, shape)
 
     @classmethod
     def quantize(cls, dense: Tensor) -> "Nf4Weight":
         """Returns a dense matrix in four bits. Raises ValueError as `empty` does."""
         check_rows(dense.shape)
-        return cls(_quantized(dense), dense.shape, dense.dtype, dense.shape)
+        return cls(quantize(dense), dense.shape, dense.dtype, dense.shape)
 
     def fill_rows(self, whole: Tensor, first_row: int) -> None:
         """Keeps the rows that this shard has, from `first_row` on, of a weight in four bits, or of a dense one.
@@ -112,7 +82,7 @@ class Nf4Weight(Tensor):
         shape = self.shape[::-1] if self.transposed else self.shape
         start = self.first_row * self.row_elements // BLOCK
         backward = torch._C._current_graph_task_id() != -1
-        found: Tensor = _dequantized(*self.raw.tensors, [*shape], start, self.dtype, backward)
+        found: Tensor = dequantize(*self.raw.tensors, [*shape], start, self.dtype, backward)
         return found.T if self.transposed else found
 
     def like(self, raw: Nf4Bytes, **changed: Any) -> "Nf4Weight":
@@ -202,76 +172,6 @@ def sharded_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
 def check_rows(shape: torch.Size) -> None:
     if len(shape) < 2 or shape[-1] % BLOCK:
         raise ValueError(f"a weight of shape {[*shape]} has no rows of whole blocks of {BLOCK} elements")
-
-
-def _empty(elements: int, nested: int, device: torch.device) -> Nf4Bytes:
-    def bytes_(count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=device)
-
-    return Nf4Bytes(
-        bytes_(elements // 2), bytes_(elements // BLOCK * (1 if nested else SCALE.itemsize)),
-        torch.empty(nested, device=device),
-        torch.empty((), device=device),
-    )  # fmt: skip
-
-
-def _quantized(dense: Tensor) -> Nf4Bytes:
-    from bitsandbytes.functional import quantize_4bit
-
-    nibbles, state = quantize_4bit(dense.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-    return Nf4Bytes(nibbles.flatten(), state.absmax, state.state2.absmax, state.offset)
-
-
-@torch.library.custom_op("lightseq::dequantize_nf4", mutates_args=())
-def _dequantized(
-    nibbles: Tensor, scales: Tensor, nested: Tensor, offset: Tensor, shape: Sequence[int], start: int,
-    dtype: torch.dtype, backward: bool,
-) -> Tensor:  # fmt: skip
-    """Returns the dense form of elements, which begin with block `start` of their matrix.
-
-    Calls in the backward pass say so. The compiler would else see one value, and save it from the forward pass.
-    """
-    from bitsandbytes.functional import QuantState, dequantize_4bit
-
-    if not len(nibbles):
-        return torch.empty(shape, dtype=dtype, device=nibbles.device)
-    absmax = _dequantized_scales(scales, nested, offset, start) if len(nested) else _floats(scales)
-    state = QuantState(absmax, shape=torch.Size(shape), blocksize=BLOCK, quant_type="nf4", dtype=dtype)
-    found: Tensor = dequantize_4bit(nibbles.unsqueeze(1), state)
-    return found
-
-
-@_dequantized.register_fake
-def _(
-    nibbles: Tensor, scales: Tensor, nested: Tensor, offset: Tensor, shape: Sequence[int], start: int,
-    dtype: torch.dtype, backward: bool,
-) -> Tensor:  # fmt: skip
-    return torch.empty(shape, dtype=dtype, device=nibbles.device)
-
-
-def _dequantized_scales(scales: Tensor, nested: Tensor, offset: Tensor, start: int) -> Tensor:
-    from bitsandbytes.functional import QuantState, dequantize_blockwise
-
-    skipped = start % NESTED_BLOCK  # scales of earlier blocks under the first nested one
-    scales = torch.cat([scales.new_zeros(skipped), scales]) if skipped else scales
-    code = dynamic_map(scales.device)
-    state = QuantState(nested[start // NESTED_BLOCK :], code=code, blocksize=NESTED_BLOCK, dtype=SCALE)
-    found: Tensor = dequantize_blockwise(scales, state)[skipped:].add_(offset)
-    return found
-
-
-def _floats(scales: Tensor) -> Tensor:
-    aligned = scales.storage_offset() % SCALE.itemsize == 0
-    return (scales if aligned else scales.clone()).view(SCALE)
-
-
-@cache
-def dynamic_map(device: torch.device) -> Tensor:
-    """Returns the values of the scales' 8 bits."""
-    from bitsandbytes.functional import create_dynamic_map
-
-    found: Tensor = create_dynamic_map().to(device)
-    return found
 
 
 # Operators that keep the bytes. None: the arguments need the dense matrix.

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from lightseq.models.bnb4 import FourBitSlice
 from lightseq.models.decoder import decoder_layers, float32_parameters, module_name
-from lightseq.models.nf4 import BLOCK, Nf4Weight
+from lightseq.models.nf4 import Nf4Weight
+from lightseq.models.nf4_bytes import BLOCK
 from lightseq.models.published_layout import layout_of_files
 from lightseq.models.weight_files import open_tensors, tensor_files
 from lightseq.models.weights import LORA_INFIX, base_parameters, without_wrappers
