@@ -59,7 +59,7 @@ def parser() -> Parser:
     packed = "pack documents of N tokens into each row of --lengths (default: one document per row)"
     what("--packed_rows", type=length, metavar="N", help=packed)
     what("--lora_rank", type=positive, metavar="N", help="train LoRA adapters of this rank (default: all weights)")
-    bits = "hold the layers' linears in four bits beneath adapters (QLoRA)"
+    bits = "hold the layers' linears in four bits beneath adapters, as QLoRA does"
     what("--load_in_4bit", action="store_true", help=bits)
     processes = "processes, one per GPU; if not given, as many as GPUs, or 2 without GPUs"
     what("--nproc_per_node", type=positive, metavar="N", help=processes)

@@ -99,6 +99,7 @@ def equals_one_process(rank: int, enabled_first: bool) -> None:
         check(model, other, f"{case}, accumulated")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_wrapped_model_has_the_gradients_of_one_process(enabled_first: bool) -> None:
     spawn(2, equals_one_process, enabled_first)

@@ -11,6 +11,7 @@ def given(words: str = "") -> TrainConfig:
     return parse(f"--model_name_or_path m --data_path d --output_dir o {words}".split(), "")
 
 
+@pytest.mark.slow
 def test_stored_activations_of_layers_by_hand() -> None:
     model = preset_config(BOTH, "llama3-8b")  # 32 layers, hidden 4096, 32 heads of 128
     layer_input, out, lse = 4096 * 2, 4096 * 2, 32 * 4

@@ -110,6 +110,7 @@ def with_an_older_view(rank: int, seen: int | None, words: str) -> Ended:
     return program(rank, "llama3", words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seen", [pytest.param(-1, marks=pytest.mark.slow), 0], ids=["some", "none"])
 def test_hosts_that_see_an_older_list_go_on_from_the_same_checkpoint(files: Path, tmp_path: Path, seen: int) -> None:
     shutil.copytree(files / "whole", tmp_path / "run")

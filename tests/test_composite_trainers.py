@@ -60,6 +60,7 @@ def train_all(rank: int, families: tuple[str, ...], case: str, split: bool) -> l
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "world", "families"),
     slow_except([("packed", 2, ("qwen3_vl",))], [("packed", 2, ("qwen3_vl",)), *product(CASES, (2, 3), (FAMILIES,))]),

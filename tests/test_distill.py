@@ -226,6 +226,7 @@ def other_layouts(rank: int) -> None:
         hf.enable_beside(tiny("llama"), context)
 
 
+@pytest.mark.slow
 def test_layouts_that_differ_are_refused_on_every_rank() -> None:
     spawn(2, other_layouts)
 

@@ -95,6 +95,7 @@ def loop_over_answers(rank: int, size: int) -> list[float]:
     return shared_prefix.train(World(rank, size, rank, size, torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_the_loop_over_answers_to_one_prompt_equals_answers_one_by_one() -> None:
     (wanted,) = spawn(1, answers_one_by_one)
     for losses in spawn(2, loop_over_answers, 2):

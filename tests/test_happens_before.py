@@ -161,6 +161,7 @@ def test_exchanges_between_ranks_are_ordered_on_every_stream(tmp_path: Path) -> 
         assert all(bad == NONE for bad in found.values()), found
 
 
+@pytest.mark.slow
 def test_exchanges_inside_and_between_hosts_are_ordered_on_every_stream(tmp_path: Path) -> None:
     for found in spawn(3, partial(_attention, hosts=[(0,), (1, 2)]), tmp_path, ""):
         assert all(bad == NONE for bad in found.values()), found

@@ -343,6 +343,7 @@ def experts(rank: int, kind: str) -> None:
         check_step(wrapper, want, context, batch, kind, mean=True, limit=limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_except(["qwen3_vl_moe"], EXPERTS))
 def test_images_with_a_router_loss_equal_one_process(kind: str) -> None:
     spawn(2, experts, kind)

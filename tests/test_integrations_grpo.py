@@ -287,7 +287,7 @@ def np_changed(found: Numbers) -> list[bool]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["dapo", "generated"], GRPO_CASES))
+@pytest.mark.parametrize("case", slow_except(["generated"], GRPO_CASES))
 def test_grpo_equals_one_process(case: str, world: int) -> None:
     check(Grpo, SplitGrpo, GRPO_CASES[case], world)
 

@@ -135,6 +135,7 @@ KINDS: Mapping[str, tuple[type[Trainer], type[Trainer]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", slow_except(["GRPO"], KINDS))
 def test_tool_calls_give_the_numbers_of_one_process(name: str, world: int, tmp_path: Path) -> None:

@@ -221,12 +221,14 @@ GRPO_CASES: Mapping[str, dict[str, Any]] = {
 RLOO_CASES: Mapping[str, dict[str, Any]] = {"kl": {"beta": 0.1}, "gemma3": {"family": "gemma3"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["one step"], DPO_CASES))
 def test_dpo_with_a_processor_equals_one_process(case: str, world: int) -> None:
     check(DPOTrainer, SequenceParallelDPOTrainer, DPO_CASES[case], world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["one step"], GRPO_CASES))
 def test_grpo_with_a_processor_equals_one_process(case: str, world: int) -> None:

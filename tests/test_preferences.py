@@ -472,12 +472,12 @@ def test_the_plan_counts_a_second_model_and_a_second_forward_pass_where_there_ar
         return plan_as_given(planned_run(model, f"{words} --offload none {flags}", 8))
 
     weights = 2 * math.ceil(total_parameters(model) / 8)
-    for adapters, copies in (("", 1), ("--lora_rank 16", 0)):
+    for adapters, copies, most in (("", 1, 0.5), ("--lora_rank 16", 0, 0.55)):  # frozen weights reduce no gradients
         plain, paired = planned(adapters), planned(f"{adapters} --objective dpo")
         assert paired.parts.parameters - plain.parts.parameters == pytest.approx(copies * weights, rel=1e-6)
         assert paired.parts.optimizer == plain.parts.optimizer and paired.parts.gradients == plain.parts.gradients
         passes = paired.seconds["passes without gradients"]
-        assert 0.15 < passes / plain.step_seconds < 0.5 and "passes without gradients" not in plain.seconds
+        assert 0.15 < passes / plain.step_seconds < most and "passes without gradients" not in plain.seconds
         assert plain.step_seconds + passes < paired.step_seconds < plain.step_seconds + 1.2 * passes
 
 

@@ -177,6 +177,7 @@ def life(rank: int) -> None:
         assert loss_of(adapted, hf.enable(adapted, length=LENGTH)) == wanted
 
 
+@pytest.mark.slow
 def test_a_hybrid_is_enabled_twice_copied_disabled_and_adapted() -> None:
     spawn(2, life)
 

@@ -196,6 +196,7 @@ def own_loops(rank: int) -> dict[str, str | None]:
     return found
 
 
+@pytest.mark.slow
 def test_router_losses_in_own_loops() -> None:
     assert_none(spawn(2, own_loops))
 

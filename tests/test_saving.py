@@ -125,6 +125,7 @@ SAVES = {  # the checkpoint after which the run dies, the step that gets a signa
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_except(["between two records"], SAVES))
 def test_a_run_killed_right_after_a_save_has_the_records_of_all_saved_steps(case: str, tmp_path: Path) -> None:
     """A checkpoint becomes visible only after the records of its steps."""

@@ -294,6 +294,7 @@ def test_invalid_options_are_one_line_and_status_2(sweep_dir: Path) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_each_cell_is_submitted_once_and_followed(sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]) -> None:
     program(sweep_dir / "sbatch", 'echo "$*" >> "$JOBS"; echo Submitted batch job "$(wc -l < "$JOBS")"')
     program(sweep_dir / "squeue", 'echo "${ALIVE-}"')

@@ -260,6 +260,7 @@ def with_nan_losses(rank: int, family: str, words: str, steps: tuple[int, ...]) 
     return program(rank, family, words)
 
 
+@pytest.mark.slow
 def test_too_many_losses_in_a_row_that_are_not_finite_end_the_run_on_every_rank(files: Files) -> None:
     assert journal.MAX_NONFINITE_LOSSES == 10
     words = files.words("llama2", "nan-losses", "--max_steps 9 --save_steps 1 --logging_steps 3")

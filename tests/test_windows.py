@@ -252,6 +252,7 @@ def check_at_length(model: PreTrainedModel, length: int, documents: tuple[int, .
     assert abs(loss - expected) < 1e-5 * abs(expected), (type(model).__name__, length, documents, loss, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.compat("5.20")
 @pytest.mark.parametrize(
     ("world", "names", "lengths"),
