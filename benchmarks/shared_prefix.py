@@ -3,7 +3,8 @@
 `attention` times one layer's attention, forward and backward: the tree's on one GPU and on all, beside causal documents
 with as many visible pairs. `step` times a policy gradient's update: both forms of the rows in one process, whose losses
 and gradients have to agree. The time that a tree should take comes from the rows one by one: of all shapes, a fit gives
-seconds for a token and for a visible pair. `reached` is that time over the tree's.
+seconds for a token and for a visible pair. `reached` is that time over the tree's. `trl` times the same update on one
+GPU by TRL's AsyncGRPOTrainer, whose rows are trees, too (step_peers/trl_tree.py).
 
 Layers are compiled on GPUs, and recompute everything but attention. Adapters train on all ranks alike, whole models
 under FSDP2. The numbers count all tokens and pairs of a row once for each time that they are computed.
@@ -22,6 +23,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from math import isqrt
 from typing import Any
 
@@ -58,7 +61,7 @@ from lightseq.utils.tensors import IGNORE_INDEX
 EXAMPLES = """examples:
   python3 -m torch.distributed.run --nproc_per_node=2 benchmarks/shared_prefix.py --model llama3.2-1b
   python3 benchmarks/shared_prefix.py --parts attention --model llama3.2-1b --shapes 8x32K+2K"""
-PARTS = ("attention", "step")
+PARTS = ("attention", "step", "trl")
 FORMS = ("rows", "tree")
 TIMEOUT_SECONDS = 600.0  # until ranks stop waiting for a dead rank
 
@@ -111,7 +114,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add(
         "--shapes", type=listed(shape_of), default=shapes, metavar="NxP+A,...", help="rows, tokens of prompt and answer"
     )
-    add("--parts", type=listed(one_of(*PARTS), PARTS), default="all", metavar="P,...", help=f"all, {', '.join(PARTS)}")
+    parts = listed(one_of(*PARTS), PARTS)
+    add("--parts", type=parts, default="attention,step", metavar="P,...", help=f"all, {', '.join(PARTS)}")
     add("--lora_rank", type=positive, metavar="N", help="train LoRA adapters of this rank (default: all weights)")
     add("--warmup", type=positive, default=2, metavar="N", help="untimed steps of each form and shape")
     add("--steps", type=positive, default=3, metavar="N", help="timed steps of each form and shape")
@@ -140,6 +144,9 @@ def main(words: Sequence[str]) -> None:
             measure_attention(flags, job, record)
         if "step" in flags.parts:
             measure_steps(flags, job, record)
+        if "trl" in flags.parts:
+            on_all_ranks(world, lambda: check_trl(world))
+            measure_trl(flags, job, record)
 
 
 class Recorder:
@@ -268,6 +275,31 @@ def time_updates(
         "seconds": statistics.median(steps["step_seconds"][flags.warmup :]),
         **steps,
     }
+
+
+def check_trl(world: World) -> None:
+    """Raises ValueError if TRL's trainer cannot take a part in the comparison."""
+    if find_spec("trl") is None:
+        raise ValueError("--parts trl needs TRL, which is not installed; leave trl out")
+    if world.size > 1:
+        raise ValueError(f"--parts trl: {world.size} ranks cannot share a row in TRL; start one process")
+
+
+def measure_trl(flags: argparse.Namespace, job: Job, record: Recorder) -> None:
+    """Times updates of all shapes by TRL's tree row."""
+    from benchmarks.step_peers.trl_tree import TreeUpdate
+
+    update = TreeUpdate(job)
+    for shape in flags.shapes:
+        rows = shape.ids(text_config(job.config).vocab_size)
+        batch = update.batch(rows, shape.prompt, torch.linspace(-1, 1, shape.rows))
+        steps = measure(partial(update, batch), range(flags.warmup + flags.steps), job.world.device)
+        numbers = {
+            "tokens": batch["input_ids"].numel(),
+            "seconds": statistics.median(steps["step_seconds"][flags.warmup :]),
+        }
+        line = step_line(shape, "TRL's tree", numbers | steps)
+        record(line, {"part": "trl", "shape": str(shape), "form": "trl tree", **numbers, **steps})
 
 
 def tree_batch(context: SequenceContext, rows: Sequence[list[int]], shape: Shape) -> dict[str, Any]:

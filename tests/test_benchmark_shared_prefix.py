@@ -1,8 +1,14 @@
 """The benchmark of shared prefixes: its shapes, and the costs that it fits."""
 
 import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from pages import ROOT
+from transformers import LlamaConfig
 
 from benchmarks.shared_prefix import Shape, costs, shape_of
 
@@ -28,3 +34,19 @@ def test_costs_of_tokens_and_pairs_are_found_again() -> None:
         for tokens, pairs in ((300_000, 5e9), (150_000, 7e8), (150_000, 2e8))
     ]
     assert costs(measured) == pytest.approx((2e-5, 3e-10))
+
+
+@pytest.mark.slow
+def test_the_rows_the_tree_and_trls_tree_take_the_same_step(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    ).save_pretrained(tmp_path / "m")  # fmt: skip
+    words = f"--model {tmp_path}/m --shapes 3x40+8 --warmup 1 --steps 1 --parts step,trl --output {tmp_path}/o.jsonl"
+    subprocess.run([sys.executable, "benchmarks/shared_prefix.py", *words.split()], cwd=ROOT, check=True, timeout=120)
+    found = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [record["form"] for record in found] == ["rows", "tree", "trl tree"]
+    for name in ("losses", "grad_norms"):
+        for record in found[1:]:
+            assert record[name] == pytest.approx(found[0][name], rel=1e-5)
