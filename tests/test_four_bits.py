@@ -28,6 +28,7 @@ from lightseq.parts.adapter_targets import find_targets
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.four_bits import check_four_bits, quantize_layers
 from lightseq.tools.merged_weights import merge
+from lightseq.tools.pretrained import load_pretrained
 from lightseq.training import loop
 from lightseq.training.metrics import read_records
 
@@ -199,6 +200,16 @@ def test_a_merged_model_is_the_dequantized_base_and_the_adapter(
     for where, weight in merged.state_dict().items():
         assert weight.dtype is torch.float32  # as in the files of the base
         torch.testing.assert_close(weight, wanted[where], atol=1e-6, rtol=1e-6)
+
+
+def test_an_adapter_generates_from_the_weights_it_was_trained_on(folder: Path) -> None:
+    loaded = load_pretrained(trained_adapter(folder, "model", ""), torch.device("cpu"))
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", quantization_config=config, dtype=torch.float32)
+    wanted = base.dequantize().state_dict()
+    for where, x in loaded.named_parameters():
+        if ".lora_" not in where:
+            assert x.equal(wanted[where.removeprefix("base_model.model.").replace(".base_layer", "")])
 
 
 def test_sixteen_bits_are_kept_if_asked(folder: Path, tmp_path: Path) -> None:

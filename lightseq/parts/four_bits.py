@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -72,6 +73,13 @@ def quantize_layers(model: PreTrainedModel, stored_in: Path | None = None) -> No
         else:
             quantized = Nf4Weight.quantize(weight.detach())
         setattr(found.module, found.attribute, nn.Parameter(quantized, requires_grad=False))
+
+
+def round_to_four_bits(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Gives the weights that a run in a dtype quantizes the values that it had, as dense weights in their own dtype."""
+    for weight in weights_to_quantize(model):
+        x = weight.parameter.data
+        x.copy_(Nf4Weight.quantize(x.to(dtype)).dense())
 
 
 def _stored_linears(model: PreTrainedModel, directory: Path) -> dict[str, bool]:
