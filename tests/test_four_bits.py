@@ -24,9 +24,11 @@ from lightseq.models import weights
 from lightseq.models.nf4 import Nf4Weight
 from lightseq.models.presets import LLAMA3
 from lightseq.parts import adapters
+from lightseq.parts.adapter_targets import find_targets
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.four_bits import check_four_bits, quantize_layers
 from lightseq.tools.merged_weights import merge
+from lightseq.tools.pretrained import load_pretrained
 from lightseq.training import loop
 from lightseq.training.metrics import read_records
 
@@ -200,6 +202,16 @@ def test_a_merged_model_is_the_dequantized_base_and_the_adapter(
         torch.testing.assert_close(weight, wanted[where], atol=1e-6, rtol=1e-6)
 
 
+def test_an_adapter_generates_from_the_weights_it_was_trained_on(folder: Path) -> None:
+    loaded = load_pretrained(trained_adapter(folder, "model", ""), torch.device("cpu"))
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", quantization_config=config, dtype=torch.float32)
+    wanted = base.dequantize().state_dict()
+    for where, x in loaded.named_parameters():
+        if ".lora_" not in where:
+            assert x.equal(wanted[where.removeprefix("base_model.model.").replace(".base_layer", "")])
+
+
 def test_sixteen_bits_are_kept_if_asked(folder: Path, tmp_path: Path) -> None:
     adapter = trained_adapter(folder, "model")
     said = merge(adapter, tmp_path / "merged", None, keep_16_bits=True)
@@ -283,18 +295,34 @@ def test_rows_of_no_whole_blocks_are_refused() -> None:
 EXPERTS = {
     "qwen3_moe": {"moe_intermediate_size": 64},
     "gpt_oss": {"intermediate_size": 64, "head_dim": 16},  # stacked the other way, and with biases
+    "llama4_text": {"intermediate_size": 64, "intermediate_size_mlp": 64, "head_dim": 16},  # its router is a linear
+    "afmoe": {"intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16},  # its router holds a linear
 }
 
 
+@pytest.mark.parametrize("family", ["llama4_text", "afmoe"])
+def test_routers_of_linears_stay_dense_and_get_no_adapters(family: str) -> None:
+    config = tiny_config(family, hidden_size=64, **EXPERTS[family])
+    model = build_to_train(config)
+    quantize_layers(model)
+    dense = {name for name, x in model.named_parameters() if ".layers." in name and not isinstance(x, Nf4Weight)}
+    routers = {name for name in dense if ".router." in name}
+    assert routers and all("router" in name or "norm" in name or "bias" in name for name in dense)
+    assert not any(".router" in name for name in find_targets(config).linears)
+
+
 @pytest.mark.parametrize(
-    ("family", "world"), slow_except([("qwen3_moe", 2)], [("qwen3_moe", 2), ("qwen3_moe", 3), ("gpt_oss", 2)])
+    ("family", "world"),
+    slow_except([("qwen3_moe", 2)], [("qwen3_moe", 2), ("qwen3_moe", 3), ("gpt_oss", 2), ("llama4_text", 2)]),
 )
 def test_experts_in_four_bits_train_as_the_same_numbers_in_32_do(family: str, world: int, tmp_path: Path) -> None:
     config = type(tiny_config(family))(**(tiny_config(family).to_dict() | {"hidden_size": 64} | EXPERTS[family]))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path / "model")
-    quantize_layers(model.requires_grad_(False))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    model = build_to_train(config)
+    quantize_layers(model)
+    weights.materialize(model, torch.device("cpu"))
+    weights.load(model, tmp_path / "model")
     numbers = {name: x for name, x in model.named_parameters() if isinstance(x, Nf4Weight)}
     assert any("experts" in name for name in numbers)
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -303,7 +331,7 @@ def test_experts_in_four_bits_train_as_the_same_numbers_in_32_do(family: str, wo
     dense.save_pretrained(tmp_path / "dense")
     data = np.random.default_rng(3).integers(3, config.vocab_size, (STEPS + 1, LENGTH)).tolist()
     (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": data}))
-    targets = "--lora_target_parameters mlp.experts.gate_up_proj,mlp.experts.down_proj"
+    targets = "--lora_target_parameters experts.gate_up_proj,experts.down_proj"
     bits = f"{flags(tmp_path, 'bits')} {targets} --max_steps {STEPS}"
     without = bits.replace("--load_in_4bit True", "").replace("/bits", "/dense-run").replace("/model ", "/dense ")
     for end, _ in spawn(world, programs, [bits, without])[0]:

@@ -71,6 +71,17 @@ def test_nothing_but_a_copy_writes_to_a_weight() -> None:
     assert weight.dense().equal(Nf4Weight.quantize(2 * drawn((300, 128))).dense())
 
 
+def test_a_build_for_gpus_quantizes_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", accelerator)
+    dense = drawn((300, 128))
+    weight = Nf4Weight.empty(dense.shape, dense.dtype, dense.device)
+    weight.fill_rows(dense, 0)
+    assert weight.dense().equal(Nf4Weight.quantize(dense).dense())
+
+
 @pytest.mark.compat
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_fsdp2_gathers_the_same_bits(world: int) -> None:

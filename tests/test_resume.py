@@ -105,9 +105,9 @@ def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is
         return tmp_path
 
     assert check_flags(saved(), replace(CONFIG, max_steps=9, schedule="ring", output_dir="p")) == ()
-    now = replace(CONFIG, learning_rate=1e-5, bf16=True)
+    now = replace(CONFIG, learning_rate=1e-5, lora_rank=4, loraplus_lr_ratio=4.0, bf16=True)
     assert check_flags(saved(learning_rate=1e-3), now) == (
-        "resumed with --learning_rate 1e-05 (was 0.001), --bf16 True (was False)",
+        "resumed with --learning_rate 1e-05 (was 0.001), --loraplus_lr_ratio 4.0 (was None), --bf16 True (was False)",
     )
     (note,) = check_flags(saved(), replace(CONFIG, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6))
     assert note == (

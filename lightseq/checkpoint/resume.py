@@ -38,7 +38,7 @@ from lightseq.utils.formatting import first_line, plural
 NEWEST = ("True", "auto")  # values of the flag that ask for the newest checkpoint
 # Flags of the optimization, as opposed to the model and the data. Changing them on resume is allowed and noted.
 LEARNING_FLAGS: Final = (
-    *("optim", *ADAM_FLAGS, "learning_rate", "weight_decay", "max_grad_norm"),
+    *("optim", *ADAM_FLAGS, "learning_rate", "loraplus_lr_ratio", "weight_decay", "max_grad_norm"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps"),
     *("bf16", "fp16", "tf32", "fp8", "gradient_accumulation_steps", "per_device_train_batch_size", "beta"),
     *("distill_kind", "distill_temperature", "distill_beta"),

@@ -72,7 +72,8 @@ class Nf4Weight(Tensor):
         """
         found = whole
         if not isinstance(whole, Nf4Weight):
-            device = torch.accelerator.current_accelerator() or self.device
+            # Without the check, torch's builds for CUDA name a GPU on machines without one.
+            device = torch.accelerator.current_accelerator(check_available=True) or self.device
             found = Nf4Weight.quantize(whole.to(device, self.dtype))
         self.copy_(found[first_row : first_row + len(self)])
 

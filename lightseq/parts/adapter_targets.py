@@ -17,13 +17,14 @@ from lightseq.models.decoder import decoder_layers, module_name
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.identity import product_change
+from lightseq.parts.routers import router_parts
 
 
 @dataclass(frozen=True)
 class Targets:
     """Weights in a model's layers that adapters can be of."""
 
-    linears: Mapping[str, int]  # inputs plus outputs of each linear, by its whole name
+    linears: Mapping[str, int]  # inputs plus outputs of each linear outside routers, by its whole name
     modules: tuple[str, ...]  # whole names of all of the model's modules
     parameters: Mapping[str, int]  # the same of stacked experts' weights by their name in a layer, over all of them
     taken: frozenset[str]  # names of linears that peft understands as those of experts or routers
@@ -43,11 +44,11 @@ def _cached_targets(kind: Any, text: str) -> Targets:
         for weight in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
             count, *ends = getattr(experts, weight).shape
             parameters[f"{name.partition('.')[2]}.{weight}"] += count * sum(ends)
-    prefix = module_name(model, layers)
+    prefix, of_routers = module_name(model, layers), {id(module) for module in router_parts(model)}
     linears = {
         f"{prefix}.{name}": module.in_features + module.out_features
         for name, module in layers.named_modules()
-        if isinstance(module, nn.Linear) and product_change(module) is None  # a router may return more (Llama 4)
+        if isinstance(module, nn.Linear) and id(module) not in of_routers and product_change(module) is None
     }
     names = {last_part(name) for name in linears}
     return Targets(

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,6 +19,7 @@ from lightseq.models.weight_files import open_tensors, tensor_files
 from lightseq.models.weights import LORA_INFIX, base_parameters, without_wrappers
 from lightseq.parts.experts import experts_modules, parameters_of_experts
 from lightseq.parts.identity import linear_change
+from lightseq.parts.routers import router_parts
 
 FLAG: Final = "--load_in_4bit True"
 PRODUCTS_OF_EXPERTS: Final = ("gate_up_proj", "up_proj", "down_proj")  # attributes of stacked experts
@@ -58,7 +60,7 @@ def quantize_layers(model: PreTrainedModel, stored_in: Path | None = None) -> No
     """
     if stored_in is None:
         check_four_bits(model)
-        doubles = dict.fromkeys((weight.name for weight in base_weights(model)), True)
+        doubles = dict.fromkeys((weight.name for weight in weights_to_quantize(model)), True)
     else:
         check_package(f"{stored_in} in four bits")
         doubles = _stored_linears(model, stored_in)
@@ -71,6 +73,13 @@ def quantize_layers(model: PreTrainedModel, stored_in: Path | None = None) -> No
         else:
             quantized = Nf4Weight.quantize(weight.detach())
         setattr(found.module, found.attribute, nn.Parameter(quantized, requires_grad=False))
+
+
+def round_to_four_bits(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Gives the weights that a run in a dtype quantizes the values that it had, as dense weights in their own dtype."""
+    for weight in weights_to_quantize(model):
+        x = weight.parameter.data
+        x.copy_(Nf4Weight.quantize(x.to(dtype)).dense())
 
 
 def _stored_linears(model: PreTrainedModel, directory: Path) -> dict[str, bool]:
@@ -114,7 +123,7 @@ def check_four_bits(model: PreTrainedModel) -> None:
     check_package(FLAG)
     layers, class_name = decoder_layers(model), type(model).__name__
     known = {id(parameter) for parameter in parameters_of_experts(layers)}  # routers among them
-    for weight in base_weights(model):
+    for weight in weights_to_quantize(model):
         known.add(id(weight.parameter))
         if isinstance(weight.module, nn.Linear) and (change := linear_change(weight.module)) is not None:
             raise ValueError(f"{FLAG}: {weight.module_name} {change}; leave it out")
@@ -130,6 +139,12 @@ def check_four_bits(model: PreTrainedModel) -> None:
                     f"{FLAG}: {where}.{name} of {class_name} is no linear's weight, and would keep 16 or 32 bits; "
                     "leave it out"
                 )
+
+
+def weights_to_quantize(model: PreTrainedModel) -> Iterator[BaseWeight]:
+    """Yields the weights that `--load_in_4bit True` quantizes: the base weights without those of routers."""
+    of_routers = {id(module) for module in router_parts(model)}
+    return (weight for weight in base_weights(model) if id(weight.module) not in of_routers)
 
 
 def base_weights(model: PreTrainedModel) -> Iterator[BaseWeight]:

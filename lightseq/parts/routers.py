@@ -196,6 +196,13 @@ def _routers(recorder: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
                 yield module, index
 
 
+def router_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the routers of a model's experts, as transformers records them, and the modules inside."""
+    for recorder in model.modules():
+        for router, _ in _routers(recorder):
+            yield from router.modules()
+
+
 def _biases(model: PreTrainedModel) -> Iterator[tuple[Any, nn.Module]]:
     """Yields the modules of experts whose router has a bias in a float32 buffer, and the module that holds it."""
     for name, experts in experts_modules(model):

@@ -15,7 +15,7 @@ from lightseq.models.weight_files import has_four_bits, tensor_files
 from lightseq.models.weights import base_parameters
 from lightseq.parts.adapter_files import read_four_bits
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.parts.four_bits import FourBits, base_weights, check_package
+from lightseq.parts.four_bits import FourBits, check_package, weights_to_quantize
 
 FLAG: Final = "--keep_16_bits"
 
@@ -89,7 +89,7 @@ def _quantized_on_loading(source: Path) -> frozenset[str]:
     model = build_to_train(AutoConfig.from_pretrained(source, trust_remote_code=False))
     files = tensor_files(source, "copy it again")
     layout = layout_of_files(model, base_parameters(model), files)
-    names = [weight.name for weight in base_weights(model)]
+    names = [weight.name for weight in weights_to_quantize(model)]
     if split := [name for name in names if name not in layout.renamed]:
         raise ValueError(f"{split[0]} is one weight in training, whose experts share scales, and several in the files")
     return frozenset(layout.renamed[name] for name in names)

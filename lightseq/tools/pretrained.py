@@ -15,6 +15,7 @@ from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.weight_files import open_safetensors, tensor_files
 from lightseq.models.weights import GENERATION_CONFIG, load_or_refuse, materialize, refuse_nan
 from lightseq.parts import adapter_files
+from lightseq.parts.four_bits import check_package, round_to_four_bits
 from lightseq.utils.files import read_json_object
 from lightseq.utils.formatting import first_line
 
@@ -127,6 +128,10 @@ def _load_adapted(directory: Path, device: torch.device) -> Any:
     with open_safetensors(path) as file:
         stored = set(file.keys())
     model = _load_whole(find_base(directory), device, adapter_files.read_rope(directory))
+    bits = adapter_files.read_four_bits(directory)
+    if bits is not None and not bits.in_files:
+        check_package(f"{directory}, which was trained on weights in four bits,")
+        round_to_four_bits(model, getattr(torch, bits.dtype))
     adapted = _guarded(directory, lambda: PeftModel.from_pretrained(model, str(directory)))
     expected = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
     known = get_peft_model_state_dict(adapted, save_embedding_layers=True).keys()  # peft may add the base's weights
