@@ -87,7 +87,7 @@ def _quantized_on_loading(source: Path) -> frozenset[str]:
         ) from error
     if split := [name for name in names if name not in renamed]:
         raise ValueError(
-            f"{split[0]} had one scale for all experts of the layer in training, but {source} has a tensor for each "
+            f"{split[0]} was quantized as one weight of all experts in training, but {source} has a tensor for each "
             f"expert; add {FLAG}"
         )
     return frozenset(renamed[name] for name in names)
