@@ -1,5 +1,7 @@
 """The breakdown of memory by purpose, against numbers by hand."""
 
+import pytest
+
 from lightseq.architecture.family import preset_config
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse

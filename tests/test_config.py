@@ -160,6 +160,8 @@ def test_plain_attention_is_the_reference_kernel() -> None:
 INSTEAD = {  # flags of other programs, and what to do instead
     "token": "`hf auth login`",
     "load_in_8bit": "--load_in_4bit True --lora_rank 16 trains adapters on weights in four bits",
+    "bnb_4bit_quant_type": "--load_in_4bit True is NF4 with double quantization, computed in the dtype of the run",
+    "double_quant": "--load_in_4bit True is NF4 with double quantization",
     "qlora": "did you mean --load_in_4bit?",
     "lora_dropout": "adapters have no dropout",
     "push_to_hub": "nothing is uploaded; `hf upload",

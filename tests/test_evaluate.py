@@ -383,6 +383,7 @@ REFUSED = {
     "a flag of the other task": (f"{GOOD} --depths 0", ("--depths belongs to --task needle", "leave it out")),
     "no such bins": (f"{GOOD} --bins 62", ("--bins 62", "from 1 to 61")),
     "no data": ("", ("--data_path is missing",)),
+    "four bits": (f"{GOOD} --lora_rank 4 --load_in_4bit True", ("--load_in_4bit True", "leave it out")),
     "no target": ("--data_path {root}/targetless.pkl", ("targetless.pkl has no target", "-100")),
     "data past the vocabulary": ("--data_path {root}/outside.pkl", ("token id 64", "vocabulary of 64")),
     "a needle past the vocabulary": (

@@ -23,10 +23,11 @@ from lightseq.distributed.parallel_dims import local_part
 from lightseq.models import weights
 from lightseq.models.nf4 import Nf4Weight
 from lightseq.models.presets import LLAMA3
-from lightseq.parts import adapters
+from lightseq.parts import adapter_files, adapters
 from lightseq.parts.adapter_targets import find_targets
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.four_bits import check_four_bits, quantize_layers
+from lightseq.tools.merged_base import find_base_weights
 from lightseq.tools.merged_weights import merge
 from lightseq.tools.pretrained import load_pretrained
 from lightseq.training import loop
@@ -173,6 +174,8 @@ def trained_adapter(folder: Path, name: str, compute: str | None = None) -> Path
     if not (folder / output).exists():
         (((end, _),),) = spawn(1, programs, [f"{given} {compute} --max_steps 2"])
         assert end.status == 0, end.err
+        held = "frozen linear layers in NF4" + ("" if name == "model" else " as stored")
+        assert f"compute, {held}, float32 master weights" in end.out, end.out
     return folder / output / "checkpoint-2"
 
 
@@ -239,12 +242,23 @@ def test_an_adapter_is_not_merged_into_another_form_of_its_base(
     assert not (tmp_path / "merged").exists()
 
 
+def test_merging_into_a_tensor_for_each_expert_asks_for_sixteen_bits(tmp_path: Path) -> None:
+    tiny = tiny_config("qwen3_moe")
+    config = type(tiny)(**(tiny.to_dict() | {"hidden_size": 64, "moe_intermediate_size": 64}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / adapter_files.BITS_FILE).write_text('{"in_files": false, "dtype": "bfloat16"}')
+    with pytest.raises(ValueError, match=r"has a tensor for each expert; add --keep_16_bits$"):
+        find_base_weights(tmp_path / "model", tmp_path / "adapter", keep_16_bits=False)
+
+
 @pytest.mark.parametrize(("trained_on", "base"), [("double", "model"), ("model", "double")])
 def test_a_run_resumes_on_the_form_of_its_base_only(folder: Path, trained_on: str, base: str) -> None:
     checkpoint = trained_adapter(folder, trained_on)
     given = f"{flags(folder, checkpoint.parent.name, base)} --max_steps 3 --resume_from_checkpoint True"
     (((end, _),),) = spawn(1, programs, [given])
-    assert end.status == 2 and "was trained with base weights " in end.err, end.err
+    assert end.status == 2 and "was trained with base weights in NF4 " in end.err, end.err
+    assert "but this run has NF4 " in end.err or "but this run has 16 or 32 bits" in end.err, end.err
 
 
 @pytest.mark.parametrize(
@@ -281,6 +295,9 @@ def test_plan_counts_four_bits_that_the_files_have(folder: Path, capsys: pytest.
         assert lightseq(["plan", "--model_name_or_path", str(folder / model), *f"{words}{flags}".split()]) == 0
         planned.append(json.loads(capsys.readouterr().out)["parts"]["parameters"])
     assert planned[0] == planned[1] < planned[2]
+    words = f"--model_name_or_path {folder}/double --bf16 --model_max_length 256 --gpus 1"
+    assert lightseq(["plan", *words.split()]) == 2
+    assert "double in four bits has weights that do not train; add --lora_rank" in capsys.readouterr().err
 
 
 def test_rows_of_no_whole_blocks_are_refused() -> None:

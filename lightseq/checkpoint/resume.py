@@ -243,7 +243,7 @@ def _adapter_differences(
             yield f"lora_target_{name}", before or "none", now or "none"
     before, now = map(_kind_of_bits, (adapter_files.read_four_bits(directory), four_bits))
     if before != now:
-        yield "base weights", before, now
+        yield "base weights in", before, now
     both = adapter_files.read_rope(directory), adapter_files.changed_rope(config, model)
     before, now = (_without_none((rope or {}).get("rope_parameters", "the base model's")) for rope in both)
     if not _are_equal(before, now):
@@ -252,8 +252,8 @@ def _adapter_differences(
 
 def _kind_of_bits(bits: FourBits | None) -> str:
     if bits is None:
-        return "in 16 or 32 bits"
-    return "in four bits, as the files have them" if bits.in_files else "quantized by --load_in_4bit True"
+        return "16 or 32 bits"
+    return "NF4 as their files store it" if bits.in_files else "NF4 by --load_in_4bit True"
 
 
 def _base_model_note(directory: Path, config: TrainConfig) -> tuple[str, ...]:

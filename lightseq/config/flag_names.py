@@ -82,8 +82,11 @@ REMEDIES: Final[Mapping[str, str]] = {
         "`hf auth login` or HF_TOKEN gives the hub's token": "token hf_token use_auth_token hf_use_auth_token",
         "--load_in_4bit True --lora_rank 16 trains adapters on weights in four bits (NF4 with double quantization)": (
             "load_in_8bit quantization quantization_config quantization_bit quantization_method "
-            "bnb_config bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_use_double_quant "
-            "bnb_config_kwargs use_bnb_nested_quant use_bnb gptq"
+            "bnb_config bnb_config_kwargs use_bnb gptq"
+        ),
+        "--load_in_4bit True is NF4 with double quantization, computed in the dtype of the run; leave it out": (
+            "bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_use_double_quant "
+            "use_bnb_nested_quant quant_type double_quant double_quantization use_double_quant"
         ),
         "adapters have no dropout; leave it out": "lora_dropout",
         "adapters are plain LoRA, with --use_rslora True rank-stabilized; leave it out": (

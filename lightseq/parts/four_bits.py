@@ -129,7 +129,8 @@ def check_four_bits(model: PreTrainedModel) -> None:
             raise ValueError(f"{FLAG}: {weight.module_name} {change}; leave it out")
         if (elements := weight.parameter.shape[-1]) % BLOCK:
             raise ValueError(
-                f"{FLAG}: rows of {weight.name} have {elements} elements, not a multiple of {BLOCK}; leave it out"
+                f"{FLAG}: rows of {without_wrappers(weight.name)} have {elements} elements, not a multiple of {BLOCK}; "
+                "leave it out"
             )
     for where, module in layers.named_modules():
         for name, parameter in module.named_parameters(recurse=False):

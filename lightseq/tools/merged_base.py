@@ -1,6 +1,5 @@
 """Weights of a base model as an adapter was trained on them: as its files have them, or dequantized from four bits."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -71,25 +70,24 @@ def find_base_weights(source: Path, adapter: Path, keep_16_bits: bool) -> BaseWe
     if in_files:
         return BaseWeights(in_files, held)
     check_package(f"{adapter}, which was trained on weights in four bits,")
-    return BaseWeights(in_files, held, _guarded(source, lambda: _quantized_on_loading(source)))
+    return BaseWeights(in_files, held, _quantized_on_loading(source))
 
 
-def _guarded(source: Path, find: Callable[[], frozenset[str]]) -> frozenset[str]:
+def _quantized_on_loading(source: Path) -> frozenset[str]:
+    """Returns the names in the files of the weights that `--load_in_4bit True` quantizes."""
     try:
-        return find()
+        model = build_to_train(AutoConfig.from_pretrained(source, trust_remote_code=False))
+        files = tensor_files(source, "copy it again")
+        renamed = layout_of_files(model, base_parameters(model), files).renamed
+        names = [weight.name for weight in weights_to_quantize(model)]
     except Exception as error:  # of foreign code, or files of another model
         raise ValueError(
             f"{source} does not show which weights training had in four bits ({error}); give its base model with "
             f"--model_name_or_path, or add {FLAG}"
         ) from error
-
-
-def _quantized_on_loading(source: Path) -> frozenset[str]:
-    """Returns the names in the files of the weights that `--load_in_4bit True` quantizes."""
-    model = build_to_train(AutoConfig.from_pretrained(source, trust_remote_code=False))
-    files = tensor_files(source, "copy it again")
-    layout = layout_of_files(model, base_parameters(model), files)
-    names = [weight.name for weight in weights_to_quantize(model)]
-    if split := [name for name in names if name not in layout.renamed]:
-        raise ValueError(f"{split[0]} is one weight in training, whose experts share scales, and several in the files")
-    return frozenset(layout.renamed[name] for name in names)
+    if split := [name for name in names if name not in renamed]:
+        raise ValueError(
+            f"{split[0]} was quantized as one weight of all experts in training, but {source} has a tensor for each "
+            f"expert; add {FLAG}"
+        )
+    return frozenset(renamed[name] for name in names)

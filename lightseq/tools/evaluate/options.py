@@ -70,6 +70,11 @@ def flags(words: Sequence[str]) -> tuple[Options, TrainConfig]:
             raise ValueError(f"--{stray[0]} belongs to --task {task}, but the task is {options.task}; leave it out")
     # Without data, the haystack of a needle is synthetic.
     config = parse(rest, PROGRAM, REQUIRED if options.task == "loss" else (*REQUIRED_BY_TOOLS, "output_dir"))
+    if config.load_in_4bit:
+        raise ValueError(
+            "--load_in_4bit True: evaluate would read the weights in 16 or 32 bits; leave it out, and evaluate what "
+            "`lightseq merge` writes"
+        )
     if options.task == "loss":
         return options, config
     if config.max_eval_samples is not None:

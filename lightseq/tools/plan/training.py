@@ -74,6 +74,10 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
     source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
     if not config.random_init:
         check_weights_are_not_quantized(source, config.model_name)
+        if source.in_four_bits and config.lora_rank is None:
+            raise ValueError(
+                f"--model_name_or_path {config.model_name} in four bits has weights that do not train; add --lora_rank"
+            )
         config = replace(config, load_in_4bit=config.load_in_4bit or source.in_four_bits)
     model = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
     check_layers(config, inspect_architecture(model))
