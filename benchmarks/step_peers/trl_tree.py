@@ -68,26 +68,23 @@ class TreeUpdate:
         return StepOutcome(loss.detach(), norm)
 
 
-def fa4(
-    q: Tensor, k: Tensor, v: Tensor, edges_q: Tensor, edges_k: Tensor, longest_q: int, longest_k: int,
-    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], **options: Any,
-) -> Any:  # fmt: skip
-    """Calls FlashAttention-4 with the arguments of FlashAttention-3."""
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+def fa4(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, window_size: tuple[int, int], **options: Any) -> Any:
+    """Calls FlashAttention-4 with the arguments of FlashAttention-3; `lengths` are those of LENGTHS."""
     from flash_attn.cute import flash_attn_varlen_func
 
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=edges_q, cu_seqlens_k=edges_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
-        softmax_scale=softmax_scale, causal=causal,
-        window_size=tuple(None if side < 0 else side for side in window_size), **options,
-    )  # fmt: skip
+    window = tuple(None if side < 0 else side for side in window_size)
+    return flash_attn_varlen_func(q, k, v, **dict(zip(LENGTHS, lengths, strict=True)), window_size=window, **options)
 
 
 def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, edges_q: Tensor, edges_k: Tensor, _longest_q: int, _longest_k: int,
-    softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *lengths: Any, softmax_scale: float | None, **options: Any
+) -> Tensor:
     """Computes the same attention segment by segment; the last query of a segment sees its last key."""
-    assert causal and window_size == (-1, -1)
+    assert options == {"causal": True, "window_size": (-1, -1)}
+    edges_q, edges_k, *_ = lengths
     parts = []
     for (a, b), (c, d) in zip(pairwise(edges_q.tolist()), pairwise(edges_k.tolist()), strict=True):
         mask = torch.ones(b - a, d - c, dtype=torch.bool, device=q.device).tril(d - c - (b - a))
