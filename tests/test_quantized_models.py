@@ -84,6 +84,11 @@ def plain(folder: Path, kind: str) -> Found:
     return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters() if p.requires_grad}
 
 
+NEEDS_BYTES = pytest.mark.skipif(
+    quantized.Version(torch.__version__) < quantized.KEEPS_BYTES, reason="fully_shard takes no parameters of bytes"
+)
+
+
 def split(_rank: int, folder: Path, kinds: Mapping[str, str]) -> list[Found]:
     """Returns loss and gradients of each kind of weights in a loop around `hf.enable`."""
     found = []
@@ -111,7 +116,7 @@ def shard(model: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*averages gradients")
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("wrapper", ["DDP", pytest.param("FSDP2", marks=NEEDS_BYTES)])
 def test_quantized_weights_train_as_on_one_process(folder: Path, wrapper: str, world: int) -> None:
     kinds = dict.fromkeys(SHARDED if wrapper == "FSDP2" else TRAIN, wrapper)
     if world == 1:  # others are slow to load
@@ -143,7 +148,10 @@ def step_of_shards(model: Any) -> None:
     [
         ("torchao, inputs too", hf.enable, "rounds its inputs, too, and passes no gradient; load the model with Bits"),
         ("torchao int8", quantized.check_before_sharding, "a Int8Tensor of torchao, which FSDP2 cannot shard"),
-        ("8 bits", step_of_shards, "8 bits of bitsandbytes, which FSDP2 cannot shard; use DDP, or load_in_4bit"),
+        pytest.param(
+            *("8 bits", step_of_shards, "8 bits of bitsandbytes, which FSDP2 cannot shard; use DDP, or load_in_4bit"),
+            marks=NEEDS_BYTES,
+        ),
         ("stored in float32", step_of_shards, "bnb_4bit_quant_storage=torch.float32, whose bits FSDP2 may change"),
     ],
 )
@@ -152,6 +160,7 @@ def test_weights_that_do_not_train_are_refused(folder: Path, kind: str, check: A
         assert line in refusal(folder, kind, check)
 
 
+@NEEDS_BYTES
 def test_fsdp2_that_casts_bytes_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "KEEPS_BYTES", quantized.Version("99"))
     precision = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
