@@ -132,6 +132,8 @@ def main(words: Sequence[str]) -> None:
         parse(words)
     with init_distributed(TIMEOUT_SECONDS) as world:
         flags = on_all_ranks(world, lambda: parse(words))
+        if "trl" in flags.parts:
+            on_all_ranks(world, lambda: check_trl(world))
         use_host_cores(world)
         record = Recorder(flags, world, words)
         config = on_all_ranks(world, lambda: model_of(flags.model)[1])
@@ -145,7 +147,6 @@ def main(words: Sequence[str]) -> None:
         if "step" in flags.parts:
             measure_steps(flags, job, record)
         if "trl" in flags.parts:
-            on_all_ranks(world, lambda: check_trl(world))
             measure_trl(flags, job, record)
 
 

@@ -212,6 +212,17 @@ def test_impossible_adapter_flags_are_refused(flags: str, line: str) -> None:
     assert line in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+def test_an_adapter_starts_a_run_of_the_same_scale(tmp_path: Path) -> None:
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True}  # a scale of 4
+    (tmp_path / adapter_files.CONFIG).write_text(json.dumps(settings))
+    adapter_files.check_start(tmp_path, LORA)
+    adapter_files.check_start(tmp_path, adapters.Lora(4, 8.0, LORA.targets, rank_stabilized=True))
+    with pytest.raises(ValueError, match="has use_rslora True, not False; give --use_rslora True"):
+        adapter_files.check_start(tmp_path, adapters.Lora(4, 8.0, LORA.targets))
+    with pytest.raises(ValueError, match="has lora_alpha 8, not 9; give --lora_alpha 8"):
+        adapter_files.check_start(tmp_path, adapters.Lora(4, 9.0, LORA.targets, rank_stabilized=True))
+
+
 def test_a_run_that_would_save_adapters_of_lost_weights_is_refused(folder: Path, tmp_path: Path) -> None:
     model = "--model_name_or_path tiny-llama3 --random_init --lora_rank 4 --model_max_length 64"
     (refused,) = forked.World(

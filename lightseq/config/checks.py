@@ -56,16 +56,8 @@ AT_LEAST_ONE: Final = (
     *("scaling_factor", "max_train_samples", "max_eval_samples", "early_stopping_patience", "sample_max_new_tokens"),
 )
 POSITIVE: Final = (
-    *(
-        "num_train_epochs",
-        "lora_alpha",
-        "loraplus_lr_ratio",
-        "rope_theta",
-        "step_timeout",
-        "host_memory_budget",
-        "device_memory_budget",
-    ),
-    *("adam_epsilon", "beta", "distill_temperature"),
+    *("num_train_epochs", "lora_alpha", "loraplus_lr_ratio", "rope_theta", "step_timeout"),
+    *("host_memory_budget", "device_memory_budget", "adam_epsilon", "beta", "distill_temperature"),
 )
 AT_MOST: Final[Mapping[str, float]] = {
     **dict.fromkeys(
@@ -231,7 +223,7 @@ def _check_expert_parallelism(config: Flags) -> None:
         return
     given = f"--expert_parallel_size {config.expert_parallel_size}"
     if config.load_in_4bit:
-        raise ValueError(f"{given} exchanges experts' rows, not with --load_in_4bit True; give 1 or leave one out")
+        raise ValueError(f"{given} does not run with --load_in_4bit True; give 1, or leave one of them out")
     if config.deepspeed is not None:
         raise ValueError(f"{given} does not run under --deepspeed; leave one of them out")
     if config.fsdp_mode != "full_shard":

@@ -67,11 +67,11 @@ def load(model: PreTrainedModel, directory: Path, fill: FillParameter = fill) ->
 def check_start(directory: Path, lora: Lora) -> None:
     """Raises ValueError unless the adapter in a directory is plain LoRA of the run's rank and scale."""
     settings = read_config(directory)
-    for flag, before, now in (
-        ("lora_rank", settings["r"], lora.rank),
-        ("use_rslora", bool(settings.get("use_rslora")), lora.rank_stabilized),
-        ("lora_alpha", settings["lora_alpha"], lora.alpha),
-    ):
+    facts: list[tuple[str, Any, Any]] = [("lora_rank", settings["r"], lora.rank)]
+    if not math.isclose(lora_scale(settings), lora.scale):
+        facts.append(("use_rslora", bool(settings.get("use_rslora")), lora.rank_stabilized))
+        facts.append(("lora_alpha", settings["lora_alpha"], lora.alpha))
+    for flag, before, now in facts:
         if not math.isclose(before, now):
             was, given = (x if isinstance(x, bool) else f"{x:g}" for x in (before, now))
             raise ValueError(f"--lora_adapter {directory} has {flag} {was}, not {given}; give --{flag} {was}")

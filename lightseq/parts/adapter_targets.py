@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from lightseq.models.build import settings_of
 from lightseq.models.decoder import decoder_layers, module_name
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.parts.experts import experts_modules
+from lightseq.parts.experts import experts_modules, names_of_products
 from lightseq.parts.identity import product_change
 from lightseq.parts.routers import router_parts
 
@@ -41,7 +41,7 @@ def _cached_targets(kind: Any, text: str) -> Targets:
     model = build_to_train(kind.from_dict(json.loads(text)))
     layers, parameters = decoder_layers(model), Counter[str]()
     for name, experts in experts_modules(layers):
-        for weight in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+        for weight in names_of_products(experts):
             count, *ends = getattr(experts, weight).shape
             parameters[f"{name.partition('.')[2]}.{weight}"] += count * sum(ends)
     prefix, of_routers = module_name(model, layers), {id(module) for module in router_parts(model)}

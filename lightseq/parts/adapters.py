@@ -69,7 +69,7 @@ def lora_from_config(config: TrainConfig, model_config: PreTrainedConfig) -> Lor
     remedy = f"choose from {', '.join(linears)}, or {ALL_LINEARS}"
     pattern = config.lora_target_modules if _is_pattern(asked) else None
     if pattern is not None:
-        targets = _matched(pattern, found, model_config)
+        targets = _matched(pattern, found)
     else:
         targets = linears if asked == [ALL_LINEARS] else asked
     if not targets and not parameters:
@@ -103,10 +103,10 @@ def _is_pattern(words: list[str]) -> bool:
     return words != [ALL_LINEARS] and not all(re.fullmatch(r"[\w.]+", word) for word in words)
 
 
-def _matched(pattern: str, found: Targets, model_config: PreTrainedConfig) -> list[str]:
-    """Returns the last parts of the names that a regular expression matches, as peft does: whole names of modules.
+def _matched(pattern: str, found: Targets) -> list[str]:
+    """Returns the last parts of the names of linears that a regular expression matches. peft, too, takes whole names.
 
-    Raises ValueError if it is none, or matches no linear of the layers, or something else.
+    Raises ValueError for an invalid expression, and for one that matches no linear, or another module.
     """
     given = f"--lora_target_modules {pattern}"
     try:

@@ -35,6 +35,11 @@ def parameters_of_experts(module: nn.Module) -> Iterator[nn.Parameter]:
         yield from module.get_submodule(name.rpartition(".")[0]).parameters()
 
 
+def names_of_products(experts: Any) -> tuple[str, str]:
+    """Returns the names of the weights that experts multiply by, in order."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
 def _fit(modules: Sequence[nn.Module], choices: Choices, ranks: Ranks, changes: Changes) -> None:
     """Lets experts run as grouped products, on the ranks that hold them, and lets their first products be stored."""
     for module in modules:
@@ -91,22 +96,22 @@ def run_experts(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: 
     routes, partial = sort_by_expert(experts_TK, count), count < module.num_experts
     x = _Dispatch.apply(hidden_TH, routes, partial)
     weights = _DispatchWeights.apply(weights_TK.reshape(-1, 1), routes)
-    first, stored = "gate_up_proj" if module.has_gate else "up_proj", getattr(module, "stores_products", False)
+    (first, last), stored = names_of_products(module), getattr(module, "stores_products", False)
     scales_inputs = _scales_inputs(module)
     if scales_inputs:
         x = (x * weights).to(x.dtype)
     y = _linear(module, first, x, routes, stored)
     y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
     if module.has_post_expert_norm:
-        y = _linear(module, "down_proj", y, routes)
+        y = _linear(module, last, y, routes)
         if partial:  # rows of other ranks' experts would reach the gradient of the norm's weight
             here = torch.arange(len(y), device=y.device) < routes.ends_E[-1]
             y = torch.where(here[:, None], y, 0)
         y = module.post_expert_norm(y) * weights
     elif scales_inputs:
-        y = _linear(module, "down_proj", y, routes)
+        y = _linear(module, last, y, routes)
     else:
-        y = _linear(module, "down_proj", (y * weights).to(y.dtype), routes, bias_factor=weights)
+        y = _linear(module, last, (y * weights).to(y.dtype), routes, bias_factor=weights)
     return _Combine.apply(y.to(hidden_TH.dtype), routes, len(hidden_TH), partial)
 
 

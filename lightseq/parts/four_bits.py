@@ -17,12 +17,11 @@ from lightseq.models.nf4_bytes import BLOCK
 from lightseq.models.published_layout import layout_of_files
 from lightseq.models.weight_files import open_tensors, tensor_files
 from lightseq.models.weights import LORA_INFIX, base_parameters, without_wrappers
-from lightseq.parts.experts import experts_modules, parameters_of_experts
+from lightseq.parts.experts import experts_modules, names_of_products, parameters_of_experts
 from lightseq.parts.identity import linear_change
 from lightseq.parts.routers import router_parts
 
 FLAG: Final = "--load_in_4bit True"
-PRODUCTS_OF_EXPERTS: Final = ("gate_up_proj", "up_proj", "down_proj")  # attributes of stacked experts
 
 
 @dataclass(frozen=True)
@@ -161,5 +160,5 @@ def base_weights(model: PreTrainedModel) -> Iterator[BaseWeight]:
         if isinstance(module, nn.Linear) and LORA_INFIX not in where:
             attributes = ["weight"]
         elif id(module) in experts:
-            attributes = [attribute for attribute in PRODUCTS_OF_EXPERTS if hasattr(module, attribute)]
+            attributes = [*names_of_products(module)]
         yield from (BaseWeight(module, where, x) for x in attributes if f"{where}.{x}" not in in_float32)
