@@ -116,6 +116,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parts = listed(one_of(*PARTS), PARTS)
     add("--parts", type=parts, default="attention,step", metavar="P,...", help=f"all, {', '.join(PARTS)}")
+    forms = "forms of the rows that `step` times; rows one by one need more memory"
+    add("--forms", type=listed(one_of(*FORMS), FORMS), default="rows,tree", metavar="F,...", help=forms)
     add("--lora_rank", type=positive, metavar="N", help="train LoRA adapters of this rank (default: all weights)")
     add("--warmup", type=positive, default=2, metavar="N", help="untimed steps of each form and shape")
     add("--steps", type=positive, default=3, metavar="N", help="timed steps of each form and shape")
@@ -245,10 +247,10 @@ def measure_steps(flags: argparse.Namespace, job: Job, record: Recorder) -> None
     with trainable(job) as (model, context):
         optimizer = job.adamw(model)
         for shape in flags.shapes:
-            for form in FORMS:
+            for form in flags.forms:
                 numbers = found[shape, form] = time_updates(flags, job, context, model, optimizer, shape, form)
                 record(step_line(shape, form, numbers), {"part": "step", "shape": str(shape), "form": form, **numbers})
-    if len(flags.shapes) < 2:
+    if len(flags.shapes) < 2 or set(flags.forms) != set(FORMS):
         return
     per_token, per_pair = costs([found[shape, "rows"] for shape in flags.shapes])
     for shape in flags.shapes:

@@ -156,7 +156,8 @@ def setting_of(flags: argparse.Namespace, on_gpu: bool) -> Setting:
 def trials(setting: Setting) -> list[Trial]:
     """Returns trials by length, so that an interrupted run compares all implementations at finished lengths."""
     flags = setting.flags
-    ours = [(OURS, tuple(shlex.split(words))) for words in ("", *flags.lightseq_flags) if OURS in flags.implementations]
+    as_typed = [""] if OURS in flags.implementations else []
+    ours = [(OURS, tuple(shlex.split(words))) for words in [*as_typed, *flags.lightseq_flags]]
     others: list[tuple[str, tuple[str, ...]]] = [(name, ()) for name in flags.implementations if name != OURS]
     return [Trial(setting, name, tokens, words) for tokens in flags.lengths for name, words in [*ours, *others]]
 

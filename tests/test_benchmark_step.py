@@ -328,6 +328,12 @@ def test_every_length_is_tried_by_lightseq_with_each_set_of_flags_and_by_the_pee
     assert "benchmarks/step_peers/worker.py plain" in " ".join(rows[3].command)
 
 
+def test_flags_alone_are_measured_without_lightseq_as_typed(model: Path, tmp_path: Path) -> None:
+    words = flags(model, tmp_path, "--implementations plain --lightseq_flags=--tf32")
+    rows = trials(setting_of(parse(words), on_gpu=True))
+    assert [row.label for row in rows] == ["lightseq (tf32)", "plain"]
+
+
 def test_a_trainer_on_one_process_runs_without_a_launcher(model: Path, tmp_path: Path) -> None:
     words = f"--implementations trl,unsloth,plain --nproc_per_node 1 --unsloth_python {sys.executable}"
     trl, unsloth, plain = trials(setting_of(parse(flags(model, tmp_path, words)), on_gpu=False))
@@ -404,7 +410,6 @@ def test_packed_documents_count_the_pairs_that_a_window_leaves(tmp_path: Path, m
         ("--lengths 1X", "1X is not a number of tokens"),
         ("--steps 0", "'0' is not a positive whole number"),
         ("--lightseq_flags=--remat=some", "--lightseq_flags '--remat=some': --remat 'some' is unknown"),
-        ("--implementations plain --lightseq_flags=--tf32", "needs lightseq among the --implementations"),
         ("--unsloth_python /no/such/python", "--unsloth_python /no/such/python is not a program"),
         ("--lengths 64,100 --packed_rows 16", "--packed_rows 16 does not divide --lengths 100"),
         ("--model tiny-llama3 --lora_rank 300", "--lora_rank 300 exceeds the model's hidden size of 256"),
