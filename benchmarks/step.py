@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Sequence
 
 from benchmarks.command_line import NEEDED, Parser, check_output, length, listed, one_of, positive, seconds
-from benchmarks.step_peers import IMPLEMENTATIONS, OURS
+from benchmarks.step_peers import IMPLEMENTATIONS
 from lightseq.config.command_line import parse as parse_training
 from lightseq.config.parser import run_command
 

@@ -53,6 +53,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "evaluate": Command("lightseq.tools.evaluate.command", "measures loss by position, or retrieval", on_ranks=True),
     "generate": Command("lightseq.tools.generate", "continues prompts with a trained model"),
+    "chat": Command("lightseq.tools.chat", "answers turns of a chat as they are typed"),
     "merge": Command("lightseq.tools.merge", "merges a LoRA adapter (trained with --lora_rank) into its model"),
     "schedule": Command("lightseq.tools.schedule", "validates an attention schedule and draws its table"),
 }

@@ -24,7 +24,7 @@ FOLLOW_A_METRIC: Final = ("reduce_lr_on_plateau", "greedy")  # schedules of tran
 CHOICES: Final[Mapping[str, Collection[str]]] = {
     "eval_strategy": ("no", "steps", "epoch"),
     "save_strategy": ("no", "steps", "epoch"),
-    "report_to": ("none", "tensorboard", "wandb"),
+    "report_to": ("none", "tensorboard", "wandb", "mlflow", "trackio", "comet_ml"),
     "optim": OPTIMIZERS,
     "lr_scheduler_type": LR_SCHEDULES,
     "schedule": ChainMap(SCHEDULES, AUTO),

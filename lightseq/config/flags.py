@@ -309,7 +309,11 @@ class LoggingConfig:
         "likeliest tokens; the texts are printed and written to samples.jsonl.",
     )
     sample_max_new_tokens: int = flag(64, "Most tokens to add to each of --sample_prompts.")
-    report_to: str = flag("none", "Experiment tracker to log to, in addition to metrics.jsonl.")
+    report_to: str = flag(
+        "none",
+        "Experiment tracker to log to, in addition to metrics.jsonl. It needs accelerate and its own package, whose "
+        "environment variables name the project (WANDB_PROJECT) and the key.",
+    )
     profile_steps: tuple[int, int] | None = flag(None, "Range of steps to profile, such as 10:12. Default: none.")
     profile_memory: bool = flag(
         False, "Also record every GPU allocation of --profile_steps, for pytorch.org/memory_viz."

@@ -64,11 +64,6 @@ def render_answers(chat: Chat, template: ChatTemplate) -> list[RenderedChat]:
     raise ValueError(problem)
 
 
-def render_prompt(prompt: str, template: ChatTemplate) -> str:
-    """Returns a prompt as a user's turn, and what precedes the answer. Raises ValueError if the template fails."""
-    return render_turns([([{"role": "user", "content": prompt}], True)], TemplateInputs(), template, "--prompt")[0]
-
-
 def render_turns(
     chats: Sequence[tuple[list[Turn], bool]], inputs: TemplateInputs, template: ChatTemplate, where: str
 ) -> list[str]:

@@ -38,6 +38,11 @@ def is_main_process() -> bool:
     return whole_number_in("RANK", 0) == 0
 
 
+def text_in(variable: str, default: str) -> str:
+    """Returns the value of an environment variable, or the default if it is not set or empty."""
+    return os.environ.get(variable) or default
+
+
 def whole_number_in(name: str, default: int, least: int = 0, most: int = MOST_PROCESSES) -> int:
     """Returns a whole number from an environment variable. Exits with status 2 and one line for anything else."""
     text = os.environ.get(name, str(default))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any
 
 from lightseq.training.machine import versions
+from lightseq.training.trackers import Tracker
 from lightseq.utils.files import RECORDS_BYTES, parse_json, read_bytes, read_json
 from lightseq.utils.formatting import plural
 from lightseq.utils.masking import mask_secrets
 
 RUN, METRICS, SAMPLES = "run.json", "metrics.jsonl", "samples.jsonl"
 DAMAGED = ".damaged"  # suffix of the file with invalid lines of metrics.jsonl
-EVENTS = ".lightseq"  # suffix of our TensorBoard files; other programs write into runs/ too
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,6 @@ class StepRecord:
     attention_balance: float | None  # packing: mean attention area per rank over the largest, in the worst sequence
 
 
-class Tracker(Protocol):
-    """Receiver of every record, in addition to metrics.jsonl."""
-
-    def write(self, record: Mapping[str, Any]) -> None: ...
-
-
 class MetricsFile:
     """Writer of metrics.jsonl, or of another file with an object per line, flushed after each.
 
@@ -96,6 +90,11 @@ class MetricsFile:
         self._file.flush()
         for tracker in self._trackers:
             tracker.write(record)
+
+    def close(self) -> None:
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.finish()
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -133,36 +132,6 @@ def _set_damaged_aside(path: Path, lines: Sequence[bytes]) -> str:
     with target.open("ab") as file:
         file.write(b"".join(line + b"\n" for line in lines))
     return f"warning: {path}: moved {plural(len(lines), 'damaged line')} to {target.name}"
-
-
-class TensorBoard:
-    """Tracker that writes TensorBoard files into `runs/`."""
-
-    def __init__(self, directory: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(directory / "runs"), filename_suffix=EVENTS)  # type: ignore[no-untyped-call]
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        for key, value in record.items():
-            if key != "step" and value is not None:
-                self._writer.add_scalar(key, value, record["step"])  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
-
-
-class WeightsAndBiases:
-    """Tracker that logs to a Weights & Biases run."""
-
-    def __init__(self, directory: Path) -> None:
-        import wandb
-
-        self._run = wandb.init(dir=str(directory), name=directory.name)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
-
-
-TRACKERS: Final[dict[str, Callable[[Path], Tracker]]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 def write_run(directory: Path, facts: Mapping[str, Any], secrets: Collection[str]) -> None:

@@ -18,7 +18,8 @@ from lightseq.checkpoint.resume import ResumePoint
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import from_rank_0
 from lightseq.distributed.world import World
-from lightseq.training.metrics import EVENTS, METRICS, RUN, SAMPLES, damaged_lines
+from lightseq.training.metrics import METRICS, RUN, SAMPLES, damaged_lines
+from lightseq.training.trackers import EVENTS
 from lightseq.utils.files import CONFIG_BYTES, open_regular, read_bytes, read_json
 
 LOCK, LINE_CHARACTERS = "lock", 1000

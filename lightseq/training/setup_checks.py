@@ -68,17 +68,18 @@ def check_same_flags(config: TrainConfig, world: World) -> None:
 
 def check_packages(config: TrainConfig) -> None:
     """Raises ValueError if a flag needs a package that is not installed."""
+    tracker = "mlflow-skinny" if config.report_to == "mlflow" else config.report_to  # part of mlflow, too
     needed = {
-        f"--report_to {config.report_to}": config.report_to if config.report_to != "none" else None,
-        f"--optim {config.optim}": "torchao" if config.optim in EIGHT_BIT else None,
-        f"--deepspeed {config.deepspeed}": "deepspeed" if config.deepspeed is not None else None,
+        f"--report_to {config.report_to}": (tracker, "accelerate") if config.report_to != "none" else (),
+        f"--optim {config.optim}": ("torchao",) if config.optim in EIGHT_BIT else (),
+        f"--deepspeed {config.deepspeed}": ("deepspeed",) if config.deepspeed is not None else (),
     }
-    for flag, package in needed.items():
-        try:
-            if package is not None:
+    for flag, packages in needed.items():
+        for package in packages:
+            try:
                 version(package)
-        except PackageNotFoundError:
-            raise ValueError(f"{flag} needs {package}, which is not installed; pip install {package}") from None
+            except PackageNotFoundError:
+                raise ValueError(f"{flag} needs {package}, which is not installed; pip install {package}") from None
 
 
 # ---- model and device ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from lightseq.training.build import build_engine, resume_engine
 from lightseq.training.errors import exit_on_no_response
 from lightseq.training.inputs import Inputs, prepare
 from lightseq.training.loop import TrainingLoop
-from lightseq.training.metrics import TRACKERS, MetricsFile, write_run
+from lightseq.training.metrics import MetricsFile, write_run
 from lightseq.training.output_directory import (
     another_run_wrote,
     check_shared,
@@ -32,7 +32,9 @@ from lightseq.training.output_directory import (
 )
 from lightseq.training.run_info import describe_run, run_facts
 from lightseq.training.setup_checks import check_same_flags
+from lightseq.training.trackers import start_tracker
 from lightseq.training.trainer import Trainer
+from lightseq.utils.masking import mask_secrets
 
 
 def train(family: ModelFamily, argv: list[str], program: str) -> str | None:
@@ -70,6 +72,8 @@ def train(family: ModelFamily, argv: list[str], program: str) -> str | None:
         command = f"{program} {shlex.join(argv)}"
         metrics = open_output(trainer, lock_file, command, launcher_flags_note(argv, world.local_size))
         stopped_by = TrainingLoop(trainer, metrics).run()
+        if metrics is not None:
+            metrics.close()
         if lock_file is not None:
             lock_file.close()
         return stopped_by
@@ -110,7 +114,8 @@ def _open(trainer: Trainer, lock_file: TextIO, command: str, notes: tuple[str, .
     checkpoints.remove_leftovers(directory, checkpoints.PARTIAL)
     for broken, _ in inputs.resume_point.damaged:
         checkpoints.set_aside(broken, checkpoints.BROKEN)
-    trackers = (TRACKERS[config.report_to](directory),) if config.report_to != "none" else ()
+    flags = mask_secrets(config.to_json(), secrets())
+    trackers = (start_tracker(config.report_to, directory, flags),) if config.report_to != "none" else ()
     metrics = MetricsFile(directory, trainer.first_step, trackers, resumes)
     notes += metrics.notes + (launcher_note() if config.save_strategy != "no" else ())
     write_run(directory, run_facts(trainer, command, notes), secrets())
