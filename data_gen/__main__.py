@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lightseq.config.lengths import length_flag
 from lightseq.config.parser import Parser, whole_number
+from lightseq.data.column_flags import split_columns
 from lightseq.data.load_tokenizer import load_tokenizer
-from lightseq.data.sources import split_columns
 from lightseq.data.token_cache import tokenizer_batches
 from lightseq.utils.formatting import first_line
 from lightseq.utils.progress import progress_bar

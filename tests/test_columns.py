@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from byte_level import Document, byte_level, open_path, read_path, read_rows, write_rows
 
+from lightseq.data.column_flags import renamed_columns
 from lightseq.data.columns import ROLES, UNSUPPORTED
 from lightseq.data.tokenizer import ByteTokenizer
 
@@ -55,6 +56,33 @@ def test_unknown_columns_are_refused_unless_they_are_ignored(tmp_path: Path) -> 
         ignored = one(tmp_path, {**row, "mystery": 1}, ignored_columns=("mystery",))
         assert ignored == one(tmp_path, row) == one(tmp_path, {**row, "mystery": None}), "null counts as absent"
         assert one(tmp_path, {**row, "id": 7, "source": "web", "metadata": {"a": 1}, "url": "x"}) == ignored
+
+
+def test_columns_are_read_under_other_names(tmp_path: Path) -> None:
+    names = renamed_columns("prompt=question, completion=answer")
+    row = {"question": "hi", "answer": "yo"}
+    assert one(tmp_path, row, renamed_columns=names) == one(tmp_path, {"prompt": "hi", "completion": "yo"})
+    swapped = {"prompt": "yo", "completion": "hi"}
+    names = renamed_columns("prompt=completion,completion=prompt")
+    assert one(tmp_path, swapped, renamed_columns=names) == one(tmp_path, {"prompt": "hi", "completion": "yo"})
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"querstion": "hi", "answer": "yo"}, "has no column 'question', which --columns reads as 'prompt'; it has: "),
+        ({"question": "hi", "prompt": "a", "answer": "yo"}, "has 'prompt' beside 'question', which --columns reads as"),
+    ],
+)
+def test_columns_that_cannot_be_renamed_are_refused(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        one(tmp_path, row, renamed_columns=renamed_columns("prompt=question,completion=answer"))
+
+
+@pytest.mark.parametrize("pairs", ["", "prompt", "prompt=", "=question", "a=b,a=c", "a=b,c=b"])
+def test_columns_are_given_in_pairs(pairs: str) -> None:
+    with pytest.raises(ValueError, match=f"--columns '{pairs}'"):
+        renamed_columns(pairs)
 
 
 def test_columns_that_repeat_the_row_are_known_from_others(tmp_path: Path) -> None:

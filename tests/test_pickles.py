@@ -121,6 +121,15 @@ def test_columns_of_numbers_beside_ids_are_refused_in_every_file_unless_ignored(
             assert examples[1].input_ids.tolist() == [4, 5] and not any("ignored" in note for note in examples.notes)
 
 
+def test_columns_of_a_pickle_are_read_under_other_names(tmp_path: Path) -> None:
+    options = ReadOptions(renamed_columns={"tokens": "input_ids"})
+    for content in ({"tokens": [[1, 2, 3]]}, [{"tokens": [1, 2, 3]}]):
+        path = pickle_file(tmp_path / "data.pkl", content)
+        assert open_examples(path, 8, 10, read_options=options)[0].input_ids.tolist() == [1, 2, 3]
+        with pytest.raises(ValueError, match="has no column 'ids', which --columns reads as 'input_ids'; it has: tok"):
+            open_examples(path, 8, 10, read_options=replace(options, renamed_columns={"ids": "input_ids"}))
+
+
 def test_a_pickled_data_set_trains_as_typed(tmp_path: Path) -> None:
     """The experiments' own data is a tokenized data set with its texts."""
     ids = [[3 + (i * j) % 250 for j in range(1, 70 + i)] for i in range(1, 9)]

@@ -59,6 +59,11 @@ class DataConfig:
         "Column that holds the text. Rows with messages, or prompt and completion, train on the answers only, unless "
         "this names another column than text.",
     )
+    columns: str | None = flag(
+        None,
+        "Columns of rows to read under other names, such as prompt=question,completion=answer for rows whose column "
+        "question is the prompt.",
+    )
     ignore_columns: str | None = flag(
         None,
         "Columns of rows to ignore, separated by commas. Without it, a column that is not known is refused, because "

@@ -83,6 +83,8 @@ def open_examples(
         given = f"--text_column {read_options.text_column}"
     if read_options.ignored_columns and not holds_columns(path):
         given = f"--ignore_columns {','.join(read_options.ignored_columns)}"
+    if read_options.renamed_columns and not holds_columns(path):
+        given = "--columns"
     if given is not None:
         raise ValueError(f"{given} applies to rows, which {path} does not hold; leave it out")
     if path.is_dir() and not (path / META).exists():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from lightseq.data.column_flags import check_renamed, select_columns
 from lightseq.data.columns import (
     DOCUMENT_COLUMNS,
     IDS,
@@ -72,7 +73,7 @@ def open_pickle(path: Path, length: int, vocab_size: int, options: ReadOptions) 
     kept: list[IdsAndLabels] = []
     short = targetless = cut_sequences = cut_tokens = 0
     made_from: dict[str, None] = {}
-    for where, row in islice(_pickled_rows(path, options.ignored_columns), options.limit):
+    for where, row in islice(_pickled_rows(path, options), options.limit):
         made_from |= dict.fromkeys(check_columns(row, IDS, ("input_ids",), where))
         ids, labels = _ids_and_labels(row, where)
         check_ids(ids, vocab_size, where, options.refused_ids)
@@ -113,25 +114,33 @@ def read_pickle(path: Path) -> Iterator[IdsAndLabels]:
     return (_ids_and_labels(row, where) for where, row in _pickled_rows(path))
 
 
-def _pickled_rows(path: Path, ignored_columns: Collection[str] = ()) -> Iterator[NamedRow]:
+def _pickled_rows(path: Path, options: ReadOptions | None = None) -> Iterator[NamedRow]:
     """Yields the rows of a pickled dict of columns, or of a list of dicts.
 
     A column that is no list with an entry for each row belongs to all rows; the first one gets it.
     """
-    content = load_plain(path)
+    content, options = load_plain(path), options or ReadOptions()
+    if isinstance(content, dict):
+        check_renamed(content, options.renamed_columns, str(path))
+        content = _selected(content, options, str(path))
     if isinstance(content, list | tuple) and content and all(isinstance(row, dict) for row in content):
-        rows: Iterator[Row] = iter(content)
+        check_renamed(content[0], options.renamed_columns, f"{path} sequence 0")
+        rows: Iterator[Row] = (_selected(row, options, f"{path} sequence {i}") for i, row in enumerate(content))
     elif isinstance(content, dict) and isinstance(content.get("input_ids"), list | tuple):
         rows = _rows_of_columns(path, content)
     else:
         raise ValueError(f"{path} is not a dict with 'input_ids', a list of lists of token ids; write it as one")
     masked: bool | None = None
     for index, row in enumerate(rows):
-        kept, where = {name: x for name, x in row.items() if name not in ignored_columns}, f"{path} sequence {index}"
-        if kept.get("input_ids"):
-            masked = has_mask(kept) if masked is None else masked
-            check_masked(kept, masked, where)
-        yield where, kept
+        where = f"{path} sequence {index}"
+        if row.get("input_ids"):
+            masked = has_mask(row) if masked is None else masked
+            check_masked(row, masked, where)
+        yield where, row
+
+
+def _selected(row: Row, options: ReadOptions, where: str) -> Row:
+    return select_columns(row, options.ignored_columns, options.renamed_columns, where)
 
 
 def _rows_of_columns(path: Path, columns: Mapping[str, Any]) -> Iterator[Row]:

@@ -16,6 +16,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Final
 
+from lightseq.data.column_flags import check_renamed, select_columns
 from lightseq.data.table_files import MAX_ROW_BYTES, NamedRow, Row, import_optional, read_arrow, read_csv, read_parquet
 from lightseq.data.text_files import TEXT_SUFFIXES, read_text_file
 from lightseq.data.token_directory import META
@@ -40,18 +41,11 @@ class ReadOptions:
     cache: Path = field(default_factory=lambda: Path("~/.cache/lightseq/tokens").expanduser())
     chat_template: str | None = None  # file or template; None: the tokenizer's
     ignored_columns: tuple[str, ...] = ()  # columns to read as if they were absent
+    renamed_columns: Mapping[str, str] = field(default_factory=dict)  # names under which columns are read
     limits_documents: bool = False  # applies the limit to documents of tokenized data, which is refused otherwise
     refused_ids: Mapping[int, str] = field(default_factory=dict)  # token ids of images or audio, and their names
     pairs: bool = False  # rows hold a chosen and a rejected answer; others are refused
     shares_prefixes: bool = False  # rows are packed by what is left when documents that begin alike are trees
-
-
-def split_columns(names: str | None) -> tuple[str, ...]:
-    """Returns the columns of --ignore_columns. Raises ValueError for an empty name."""
-    found = tuple(name.strip() for name in names.split(",")) if names is not None else ()
-    if not all(found):
-        raise ValueError(f"--ignore_columns {names!r} has an empty name; separate names by single commas")
-    return found
 
 
 def holds_rows(source: str | Path) -> bool:
@@ -63,7 +57,7 @@ def holds_rows(source: str | Path) -> bool:
 
 
 def holds_columns(source: str | Path) -> bool:
-    """Returns whether a source holds rows or a pickle, to which --ignore_columns applies."""
+    """Returns whether a source holds rows or a pickle, to which --ignore_columns and --columns apply."""
     return holds_rows(source) or Path(source).suffix == ".pkl"
 
 
@@ -73,13 +67,15 @@ def row_suffix(path: Path) -> str | None:
 
 
 def read_rows(source: str | Path, options: ReadOptions | None = None) -> Iterator[NamedRow]:
-    """Yields rows, within the limit and without the ignored columns of the options.
+    """Yields rows, within the limit and with the columns that the options select.
 
     Raises ValueError naming the file and row that cannot be read.
     """
     options = options or ReadOptions()
-    for where, row in islice(_read_rows(source), options.limit):
-        yield where, {column: value for column, value in row.items() if column not in options.ignored_columns}
+    for number, (where, row) in enumerate(islice(_read_rows(source), options.limit)):
+        if number == 0:
+            check_renamed(row, options.renamed_columns, where)
+        yield where, select_columns(row, options.ignored_columns, options.renamed_columns, where)
 
 
 def get_column(row: Row, column: str, where: str) -> Any:

@@ -136,6 +136,7 @@ def ensure_tokenized(
         "tokenizer": tokenizer.fingerprint,
         "column": read_options.text_column,
         "ignored_columns": sorted(read_options.ignored_columns),
+        **({"columns": dict(read_options.renamed_columns)} if read_options.renamed_columns else {}),
         "limit": read_options.limit,
         "version": CACHE_VERSION,
     }

@@ -10,9 +10,10 @@ from transformers import PreTrainedConfig
 
 from lightseq.architecture.inspection import Architecture, inspect_architecture
 from lightseq.config.train_config import TrainConfig
+from lightseq.data.column_flags import renamed_columns, split_columns
 from lightseq.data.examples import Example, Examples
 from lightseq.data.packing import PackedExamples, best_fit, open_windows_to_pack, pack, read_window_sizes
-from lightseq.data.sources import ReadOptions, split_columns
+from lightseq.data.sources import ReadOptions
 from lightseq.data.token_directory import META
 from lightseq.models.decoder import text_config
 from lightseq.schedule.nodes import Nodes
@@ -78,7 +79,11 @@ def read_document_lengths(config: TrainConfig, model: PreTrainedConfig) -> Docum
         )
         packed = pack(config.data_path, windows, shares_prefixes=True)
         return document_lengths_of(packed, length, inspect_architecture(model), shares_prefixes=True)
-    options = ReadOptions(limit=config.max_train_samples, ignored_columns=split_columns(config.ignore_columns))
+    options = ReadOptions(
+        limit=config.max_train_samples,
+        ignored_columns=split_columns(config.ignore_columns),
+        renamed_columns=renamed_columns(config.columns),
+    )
     sizes = read_window_sizes(Path(config.data_path), length, vocab_size, options)
     if sizes is None or not len(sizes):
         return None

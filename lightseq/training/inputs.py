@@ -25,12 +25,13 @@ from lightseq.checkpoint.resume import (
 from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, open_examples, require_target
+from lightseq.data.column_flags import renamed_columns, split_columns
 from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
 from lightseq.data.held_out import hold_out
 from lightseq.data.load_tokenizer import has_tokenizer, read_chat_template
 from lightseq.data.packing import PackedExamples, open_packed, open_windows_to_pack, pack
-from lightseq.data.sources import ReadOptions, holds_columns, holds_rows, split_columns
+from lightseq.data.sources import ReadOptions, holds_columns, holds_rows
 from lightseq.data.token_directory import made_with
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.distributed.parallel_dims import ParallelDims
@@ -304,7 +305,7 @@ def find_examples(
     open_data = open_data or (open_examples if config.packing == "none" else open_packed)
     trains = path == config.data_path and not (evaluates and path == config.eval_data_path)
     limit = config.max_train_samples if trains else None
-    # --text_column and --ignore_columns may be meant for the other data, which has rows.
+    # --text_column, --columns and --ignore_columns may be meant for the other data, which has rows.
     sources = [source for source in (config.data_path, config.eval_data_path) if source]
     reads_text = holds_rows(path) or not any(map(holds_rows, sources))
     reads_columns = holds_columns(path) or not any(map(holds_columns, sources))
@@ -312,6 +313,7 @@ def find_examples(
     read_options = ReadOptions(
         text_column=config.text_column if reads_text else TrainConfig.text_column,
         ignored_columns=split_columns(config.ignore_columns) if reads_columns else (),
+        renamed_columns=renamed_columns(config.columns) if reads_columns else {},
         limit=config.max_eval_samples if limits_evaluation else limit,
         cache=Path(config.data_cache).expanduser(),
         chat_template=config.chat_template,

@@ -140,7 +140,8 @@ def one_step(config: TrainConfig, folder: Path) -> TrainConfig:
     flags["layers_per_checkpoint"] = min(2, config.group_size)
     flags |= {"random_init": True, "eval_data_path": None, "eval_fraction": None, "max_eval_samples": None}
     if not config.data_path:
-        flags |= {"data_path": str(folder / "synthetic.pkl"), "chat_template": None, "ignore_columns": None}
+        unused = ("chat_template", "ignore_columns", "columns")
+        flags |= {"data_path": str(folder / "synthetic.pkl"), **dict.fromkeys(unused)}
         flags |= {"text_column": TrainConfig.text_column, "max_train_samples": None}
     elif not config.random_init and holds_rows(config.data_path):
         flags["tokenizer"] = config.tokenizer or config.model_name_or_path
