@@ -164,7 +164,7 @@ INSTEAD = {  # flags of other programs, and what to do instead
     "double_quant": "--load_in_4bit True is NF4 with double quantization",
     "qlora": "did you mean --load_in_4bit?",
     "lora_dropout": "adapters have no dropout",
-    "push_to_hub": "nothing is uploaded; `hf upload",
+    "hub_strategy": "--push_to_hub True --hub_model_id NAME uploads a checkpoint when the run ends",
     "bf16_full_eval": "evaluation computes in the dtype of training",
     "nproc_per_node": "`lightseq train` and torch.distributed.run start ranks",
     "fsdp_config": "did you mean --fsdp?",

@@ -13,6 +13,7 @@ from lightseq.utils.files import open_regular, parse_json, read_text
 
 MANIFEST, VERSION = "manifest.json", 1
 STATE, TRAINER_STATE = "state", "trainer_state.json"
+CARD = "README.md"  # which users may edit
 LOADED = ("config.json", "adapter_config.json")  # beside weights and state
 READERS = 4  # files that a rank reads in parallel
 
@@ -90,7 +91,13 @@ def find_damage(directory: Path, share: int = 0, shares: int = 1) -> str | None:
     expected = (TRAINER_STATE, *filter(_is_loaded, files_below(directory)))
     if unlisted := [name for name in expected if name not in files]:
         return f"{MANIFEST} does not list {unlisted[0]}"
-    return _first_damage(directory, {name: files[name] for name in sorted(files)[share::shares]})
+    return _first_damage(directory, {name: files[name] for name in sorted(files)[share::shares] if name != CARD})
+
+
+def own_files(directory: Path) -> list[str]:
+    """Returns the files that a manifest lists, but for a card that a user has edited. Raises ValueError like `read`."""
+    files = read(directory)
+    return [name for name in files if name != CARD or _damage(directory, name, files[name]) is None]
 
 
 def _is_loaded(name: str) -> bool:

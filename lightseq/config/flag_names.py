@@ -75,11 +75,12 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
 REMEDIES: Final[Mapping[str, str]] = {
     theirs: remedy
     for remedy, names in {
-        "nothing is uploaded; `hf upload NAME DIR` uploads a checkpoint": (
-            "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision "
-            "push_to_hub_token push_to_hub_model_id push_to_hub_organization"
+        "--push_to_hub True --hub_model_id NAME uploads a checkpoint when the run ends; leave it out": (
+            "hub_strategy hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization"
         ),
-        "`hf auth login` or HF_TOKEN gives the hub's token": "token hf_token use_auth_token hf_use_auth_token",
+        "`hf auth login` or HF_TOKEN gives the hub's token": (
+            "token hf_token use_auth_token hf_use_auth_token hub_token push_to_hub_token"
+        ),
         "--load_in_4bit True --lora_rank 16 trains adapters on weights in four bits (NF4 with double quantization)": (
             "load_in_8bit quantization quantization_config quantization_bit quantization_method "
             "bnb_config bnb_config_kwargs use_bnb gptq"

@@ -319,6 +319,11 @@ class LoggingConfig:
         "Experiment tracker to log to, in addition to metrics.jsonl. It needs accelerate and its own package, whose "
         "environment variables name the project (WANDB_PROJECT) and the key.",
     )
+    push_to_hub: bool = flag(
+        False, "Upload the newest checkpoint, with --keep_best the best one, to the Hugging Face hub when the run ends."
+    )
+    hub_model_id: str | None = flag(None, "Hub repository of --push_to_hub. Default: the name of --output_dir.")
+    hub_private_repo: bool = flag(False, "Make a new repository of --push_to_hub private.")
     profile_steps: tuple[int, int] | None = flag(None, "Range of steps to profile, such as 10:12. Default: none.")
     profile_memory: bool = flag(
         False, "Also record every GPU allocation of --profile_steps, for pytorch.org/memory_viz."

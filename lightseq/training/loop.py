@@ -17,6 +17,7 @@ from lightseq.training.early_stopping import early_stopping
 from lightseq.training.errors import exit_on_write_error
 from lightseq.training.journal import Journal
 from lightseq.training.metrics import RUN, MetricsFile, write_end
+from lightseq.training.model_card import model_card
 from lightseq.training.profiler import StepProfile
 from lightseq.training.samples import Samples
 from lightseq.training.saving import Saving
@@ -114,7 +115,9 @@ class TrainingLoop:
                 self.journal.record(pending)  # waits for the device, so the copies are queued first
                 pending = None
                 with stats.paused(saves=True):
-                    saved = saving.save(done, copies, evaluation.loss if evaluation else None, self._stopping)
+                    eval_loss = evaluation.loss if evaluation else None
+                    card = model_card(trainer, done, self.journal.losses, eval_loss)
+                    saved = saving.save(done, copies, card, eval_loss, self._stopping)
             if ends:
                 break
         profile.close()

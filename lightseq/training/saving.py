@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightseq.checkpoint import checkpoints, state_files
+from lightseq.checkpoint.manifest import CARD
 from lightseq.checkpoint.saver import CheckpointSaver, SaveError
 from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.data.tokenizer import ByteTokenizer
@@ -90,26 +92,30 @@ class Saving:
         self,
         step: int,
         copies: dict[str, Tensor] | None,
+        card: str,
         eval_loss: float | None,
         stopping: EarlyStopping | None = None,
     ) -> Path:
         """Starts or makes a save of `copies`. Returns the directory that it will be in. Raises SaveError.
 
-        The records of all steps up to `step` must be written.
+        The records of all steps up to `step` must be written. `card`: text of the checkpoint's README.md.
         """
         facts = {checkpoints.DATA_POSITION: self._inputs.stream.state(step), "total_steps": self._inputs.total_steps}
         facts |= {**self._engine.facts(), "config": self._config.to_json(), checkpoints.EVAL_LOSS: eval_loss}
         facts |= {STOPPING: stopping.state()} if stopping is not None else {}
         facts = mask_secrets(facts, secrets())
         if copies is None:
-            return self._saver.save_now(step, facts, self._write_gathered, self._write_state)
-        return self._saver.save(step, facts, copies, self._write_model)
+            write = partial(self._write_gathered, card=card)
+            return self._saver.save_now(step, facts, write, self._write_state)
+        return self._saver.save(step, facts, copies, partial(self._write_model, card=card))
 
-    def _write_gathered(self, directory: Path) -> None:
+    def _write_gathered(self, directory: Path, card: str) -> None:
         whole = self._engine.full_parameters()
         try:
             self._write_pretrained(directory, chain(whole, weights.stored_buffers(self._engine.model).items()))
             self._write_tokenizer(directory)
+            if self._world.is_main:
+                (directory / CARD).write_text(card, encoding="utf-8")
         finally:
             for _ in whole:  # after a failed write, still takes part in the collectives of the other ranks
                 pass
@@ -117,7 +123,7 @@ class Saving:
     def _write_state(self, directory: Path) -> None:
         self._engine.save_state(directory / checkpoints.STATE)
 
-    def _write_model(self, directory: Path, state: Path) -> None:
+    def _write_model(self, directory: Path, state: Path, card: str) -> None:
         whole = state_files.read_full_tensors(state, state_files.PARAMETER)
         if self._inputs.lora is not None:
             base = self._config.model_name_or_path
@@ -129,6 +135,7 @@ class Saving:
             buffers = state_files.read_full_tensors(state, state_files.BUFFER)
             self._write_pretrained(directory, chain(whole, buffers))
         self._write_tokenizer(directory)
+        (directory / CARD).write_text(card, encoding="utf-8")
 
     def _write_pretrained(self, directory: Path, whole: Iterable[tuple[str, Tensor]]) -> None:
         weights.save_pretrained(

@@ -15,6 +15,7 @@ from lightseq.distributed.watchdog import Watchdog
 from lightseq.models.presets import ModelFamily
 from lightseq.training.build import build_engine, resume_engine
 from lightseq.training.errors import exit_on_no_response
+from lightseq.training.hub_upload import create_repository, upload
 from lightseq.training.inputs import Inputs, prepare
 from lightseq.training.loop import TrainingLoop
 from lightseq.training.metrics import MetricsFile, write_run
@@ -59,6 +60,7 @@ def train(family: ModelFamily, argv: list[str], program: str) -> str | None:
             return on_all_ranks(world, lambda: prepare(config, family, world, resume_point))
 
         inputs = find_inputs()
+        repository = on_all_ranks(world, lambda: create_repository(config) if world.is_main else None)
         engine = build_engine(config, inputs, world, watchdog)
         # Locking creates the directory, so it comes after everything that can fail without leaving a trace.
         lock_file = on_all_ranks(world, lambda: lock_directory(output_dir, world) if world.is_main else None)
@@ -76,7 +78,9 @@ def train(family: ModelFamily, argv: list[str], program: str) -> str | None:
             metrics.close()
         if lock_file is not None:
             lock_file.close()
-        return stopped_by
+    if repository is not None and stopped_by is None:
+        upload(config, repository)
+    return stopped_by
 
 
 def _watchdog_settings(argv: list[str], program: str) -> tuple[float, Path]:
