@@ -91,7 +91,8 @@ def find_damage(directory: Path, share: int = 0, shares: int = 1) -> str | None:
     expected = (TRAINER_STATE, *filter(_is_loaded, files_below(directory)))
     if unlisted := [name for name in expected if name not in files]:
         return f"{MANIFEST} does not list {unlisted[0]}"
-    return _first_damage(directory, {name: files[name] for name in sorted(files)[share::shares] if name != CARD})
+    checked = sorted(name for name in files if name != CARD)
+    return _first_damage(directory, {name: files[name] for name in checked[share::shares]})
 
 
 def own_files(directory: Path) -> list[str]:

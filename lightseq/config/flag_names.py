@@ -124,6 +124,9 @@ REMEDIES: Final[Mapping[str, str]] = {
         "fetch it with `hf download NAME --revision REVISION --local-dir DIR`, and give DIR as --model_name_or_path": (
             "model_revision revision revision_of_model"
         ),
+        "give several sources with weights: --data_path a.jsonl=2,b.jsonl=0.5": (
+            "interleave_probs mix_strategy interleave_prob stopping_strategy dataset_mixer dataset_mixture"
+        ),
         "name the split in the path: --data_path hf:NAME:CONFIG:SPLIT": (
             "dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_split train_split split"
         ),

@@ -42,7 +42,8 @@ class DataConfig:
         "",
         "Training data: texts (.txt, .md or a folder of them, a document per file), a token directory, a .pkl, rows "
         "(.jsonl, .json, .parquet or a folder of them), a dataset written by save_to_disk, or hf:NAME, hf:NAME:SPLIT "
-        "or hf:NAME:CONFIG:SPLIT on the Hub.",
+        "or hf:NAME:CONFIG:SPLIT on the Hub. Several, separated by commas, are mixed: a.jsonl=2,b.jsonl=0.5 passes "
+        "over a.jsonl twice in an epoch and over half of b.jsonl.",
     )
     eval_data_path: str | None = flag(None, "Evaluation data, in any format of --data_path.")
     eval_fraction: float | None = flag(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lightseq.data.examples import Examples, LazyTextExamples, WindowExamples
 from lightseq.data.held_out import SelectedExamples
+from lightseq.data.mixture import JoinedExamples
 from lightseq.data.packing import PackedExamples
 from lightseq.data.sequences import IdsAndLabels, SequenceExamples
 from lightseq.data.token_directory import META, SHA256, TokenDirectory
@@ -27,6 +28,8 @@ def hash_content(examples: Examples) -> str:
     if isinstance(examples, SelectedExamples):
         kind, _, digest = hash_content(examples.source).partition(":")
         return f"{kind}:{_hash([digest.encode(), examples.rows.tobytes()])}"
+    if isinstance(examples, JoinedExamples):
+        return f"joined:{_hash(hash_content(part).encode() for part in examples.parts)}"
     assert isinstance(examples, LazyTextExamples), type(examples)
     return f"texts:{_hash(text.encode() for _, text in examples.texts)}"
 

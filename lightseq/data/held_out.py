@@ -68,7 +68,7 @@ def hold_out(
     The latter are `fraction` of the rows, rounded up. Raises ValueError if no row is left to train on.
     """
     assert isinstance(examples, Rows), type(examples)
-    together, first = documents_of_a_row(examples), _first_examples(examples)
+    together, first = documents_of_a_row(examples), first_examples(examples)
     rows = np.flatnonzero(np.diff(first[::together]))  # a row of a single token has no example
     count = math.ceil(round(fraction * len(rows), 6))
     name = "pair" if together > 1 else "document" if isinstance(examples, WindowExamples) else "row"
@@ -82,21 +82,28 @@ def hold_out(
     def documents(drawn: NDArray[np.int64]) -> NDArray[np.int64]:
         return (np.sort(drawn)[:, None] * together + np.arange(together)).ravel()
 
-    held = _select(examples, first, documents(rows[order[:count]]), ())
+    held = select_rows(examples, first, documents(rows[order[:count]]), ())
     note = f"{path}: held out {count:,} of {plural(len(rows), name)} for evaluation ({plural(len(held), 'example')})"
-    return _select(examples, first, documents(rows[order[count:]]), (*examples.notes, note)), held
+    return select_rows(examples, first, documents(rows[order[count:]]), (*examples.notes, note)), held
 
 
-def _select(
-    source: Rows, first: NDArray[np.int64], rows: NDArray[np.int64], notes: tuple[str, ...]
+def select_rows(
+    examples: Rows | SelectedExamples, first: NDArray[np.int64], rows: NDArray[np.int64], notes: tuple[str, ...]
 ) -> SelectedExamples:
-    """Returns the examples of some rows. `first`: the first example of each row, and the number of all."""
+    """Returns the examples of some rows, which may stand twice. `first` is the result of `first_examples`."""
     counts = first[rows + 1] - first[rows]
     begins = np.repeat(first[rows] - (np.cumsum(counts) - counts), counts)
-    return SelectedExamples(source, rows, begins + np.arange(int(counts.sum())), notes)
+    indices = begins + np.arange(int(counts.sum()))
+    if isinstance(examples, SelectedExamples):
+        return SelectedExamples(examples.source, examples.rows[rows], examples.indices[indices], notes)
+    return SelectedExamples(examples, rows, indices, notes)
 
 
-def _first_examples(source: Rows) -> NDArray[np.int64]:
-    if isinstance(source, LazyTextExamples):
-        return np.arange(len(source) + 1)
-    return source.first_windows
+def first_examples(examples: Rows | SelectedExamples) -> NDArray[np.int64]:
+    """Returns the first example of each row, and the number of all examples."""
+    if isinstance(examples, SelectedExamples):
+        counts = np.diff(first_examples(examples.source))[examples.rows]
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    if isinstance(examples, LazyTextExamples):
+        return np.arange(len(examples) + 1)
+    return examples.first_windows

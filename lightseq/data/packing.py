@@ -13,6 +13,7 @@ from lightseq.data.batches import PADDING_WARNING_SHARE, open_examples
 from lightseq.data.columns import PREFERENCE, PREFERENCES
 from lightseq.data.examples import Example, WindowExamples, window_counts, window_sizes
 from lightseq.data.held_out import SelectedExamples, documents_of_a_row
+from lightseq.data.mixture import JoinedExamples
 from lightseq.data.preferences import DOCUMENTS_OF_A_PAIR
 from lightseq.data.prefix_groups import rows_that_begin_alike, tree_tokens, whole_rows
 from lightseq.data.sequences import SequenceExamples, open_pickle
@@ -23,7 +24,7 @@ from lightseq.data.tokenizer import Tokenizer
 from lightseq.utils.formatting import plural
 
 NO_LIMIT = 1 << 62  # longer than any sequence
-Windows = WindowExamples | SequenceExamples | SelectedExamples
+Windows = WindowExamples | SequenceExamples | SelectedExamples | JoinedExamples
 
 
 @dataclass(frozen=True)
@@ -80,20 +81,6 @@ def best_fit(sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], 
     return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
-def open_packed(
-    path: str | Path,
-    length: int,
-    vocab_size: int,
-    tokenizer: str | Tokenizer | None = None,
-    lazy: bool = False,
-    progress: bool = True,
-    read_options: ReadOptions | None = None,
-) -> PackedExamples:
-    """Opens the data of `open_examples`, packed. Raises ValueError if lengths are not known beforehand."""
-    windows = open_windows_to_pack(path, length, vocab_size, tokenizer, lazy, progress, read_options)
-    return pack(path, windows, read_options is not None and read_options.shares_prefixes)
-
-
 def open_windows_to_pack(
     path: str | Path,
     length: int,
@@ -132,7 +119,7 @@ def pack(path: str | Path, windows: Windows, shares_prefixes: bool = False) -> P
 
     With `shares_prefixes` so do rows that begin alike, and a sequence is as long as its trees.
     """
-    together = documents_of_a_row(windows)
+    together = documents_of_a_row(windows.parts[0] if isinstance(windows, JoinedExamples) else windows)
     if shares_prefixes:
         units = rows_that_begin_alike(windows, together, windows.length)
     else:
@@ -163,7 +150,7 @@ def _check_pairs_fit(path: str | Path, windows: WindowExamples, shares_prefixes:
 
 
 def read_window_sizes(path: Path, length: int, vocab_size: int, options: ReadOptions) -> NDArray[np.int64] | None:
-    """Returns the sizes of the windows that `open_packed` would pack, without reading tokens if possible.
+    """Returns the sizes of the windows that a run would pack, without reading tokens if possible.
 
     The options limit documents, too. Returns None for data that is not tokenized.
     """

@@ -122,6 +122,12 @@ def made_with(path: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def made_with_one(paths: Iterable[str]) -> str | None:
+    """Returns the tokenizer that made all of several token directories; None if there are several, or none."""
+    names = {made_with(Path(path)) for path in paths}
+    return names.pop() if len(names) == 1 else None
+
+
 class _HashedFile:
     """File that is hashed while it is written."""
 

@@ -3,7 +3,7 @@
 setup_checks.py has the checks of flags.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
 from lightseq.data.held_out import hold_out
 from lightseq.data.load_tokenizer import has_tokenizer, read_chat_template
-from lightseq.data.packing import PackedExamples, open_packed, open_windows_to_pack, pack
+from lightseq.data.mixture import WeightedPath, mix, paths_of, weighted_paths
+from lightseq.data.packing import PackedExamples, open_windows_to_pack, pack
 from lightseq.data.sources import ReadOptions, holds_columns, holds_rows
-from lightseq.data.token_directory import made_with
+from lightseq.data.token_directory import made_with_one
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.world import World
@@ -114,7 +115,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
     streams = _open_streams(config, world, model, resume_point.path)
     stream, total_steps = streams.training, streams.total_steps
     check_lr_schedule(config, total_steps)
-    tokenizer = model.tokenizer or made_with(Path(config.data_path))
+    tokenizer = model.tokenizer or made_with_one(paths_of(config.data_path))
     profile_notes = check_profiled(config, world.device, stream.first_step, total_steps)
     trained = count_adapter_parameters(model.lora, model.config) or total_parameters(model.config)
     base_bytes = 0 if model.lora or not isinstance(model.weights, Path) else weight_files.bytes_of(model.weights)
@@ -225,15 +226,16 @@ def _open_data(config: TrainConfig, world: World, model: FoundModel) -> tuple[Ex
 
 
 def _hold_out(config: TrainConfig, world: World, model: FoundModel) -> tuple[Examples, Examples]:
-    path, fraction, packs = config.data_path, config.eval_fraction, config.packing != "none"
+    """Splits the rows of each source, so that a mixture holds out a share of every one. Held-out rows count once."""
+    path, fraction = config.data_path, config.eval_fraction
     assert fraction is not None, "the caller checks"
-    rows = find_examples(path, model, config, world, open_data=open_windows_to_pack if packs else open_examples)
-    trained, held = hold_out(rows, fraction, config.seed, path)
+    sources = weighted_paths(path)
+    opened = _open_sources(sources, model, config, world, trains=True)
+    split = [hold_out(rows, fraction, config.seed, source.path) for rows, source in zip(opened, sources, strict=True)]
+    trained = mix([rows for rows, _ in split], sources, config.seed)
+    held = mix([rows for _, rows in split], [WeightedPath(source.path) for source in sources], config.seed)
     require_target(held, f"the part of {path} that --eval_fraction {fraction} holds out")
-    if not packs:
-        return trained, held
-    shares_prefixes = config.share_prefixes is True
-    return pack(path, trained, shares_prefixes), pack(path, held, shares_prefixes)
+    return _packed(path, trained, config), _packed(path, held, config)
 
 
 def _training_stream(examples: Examples, config: TrainConfig, world: World, data_ranks: int) -> BatchStream:
@@ -287,42 +289,61 @@ def _collect_notes(
     return notes + ((f"warning: {context}",) if context else ()) + model.warnings
 
 
-def find_examples(
-    path: str,
+def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World, evaluates: bool = False) -> Examples:
+    """Opens data for training or, with `evaluates`, the part for evaluation that --max_eval_samples allows.
+
+    `path` may name several sources. Raises ValueError if the data cannot be opened or does not fit the model.
+    """
+    trains = path == config.data_path and not (evaluates and path == config.eval_data_path)
+    sources = weighted_paths(path, "--data_path" if trains else "--eval_data_path")
+    if not trains and any(source.weight != 1 for source in sources):
+        raise ValueError(f"--eval_data_path {path} has weights, but evaluation reads every row once; leave them out")
+    opened = _open_sources(sources, model, config, world, trains, evaluates)
+    return _packed(path, mix(opened, sources, config.seed), config)
+
+
+def _packed(path: str, examples: Examples, config: TrainConfig) -> Examples:
+    """Returns the examples of `path` in the form that --packing asks for."""
+    if config.packing == "none":
+        return examples
+    names = ", ".join(source.path for source in weighted_paths(path))
+    return pack(names, examples, shares_prefixes=config.share_prefixes is True)  # type: ignore[arg-type]
+
+
+def _open_sources(
+    sources: Sequence[WeightedPath],
     model: FoundModel,
     config: TrainConfig,
     world: World,
+    trains: bool,
     evaluates: bool = False,
-    open_data: Callable[..., Examples] | None = None,
-) -> Examples:
-    """Opens data for training or, with `evaluates`, the part for evaluation that --max_eval_samples allows.
-
-    `open_data` replaces the function that --packing chooses. Raises ValueError if the data cannot be opened or does not
-    fit the model.
-    """
+) -> list[Examples]:
+    """Opens each source by itself, with whole windows if they are to be packed."""
     check_share_prefixes(config, model.config)
     length, vocab_size = config.model_max_length, text_config(model.config).vocab_size
-    open_data = open_data or (open_examples if config.packing == "none" else open_packed)
-    trains = path == config.data_path and not (evaluates and path == config.eval_data_path)
-    limit = config.max_train_samples if trains else None
-    # --text_column, --columns and --ignore_columns may be meant for the other data, which has rows.
-    sources = [source for source in (config.data_path, config.eval_data_path) if source]
-    reads_text = holds_rows(path) or not any(map(holds_rows, sources))
-    reads_columns = holds_columns(path) or not any(map(holds_columns, sources))
+    open_data = open_examples if config.packing == "none" else open_windows_to_pack
+    # --text_column, --columns and --ignore_columns may be meant for other sources, which have rows.
+    everything = [path for text in (config.data_path, config.eval_data_path) if text for path in paths_of(text)]
     limits_evaluation = evaluates and config.max_eval_samples is not None
-    read_options = ReadOptions(
-        text_column=config.text_column if reads_text else TrainConfig.text_column,
-        ignored_columns=split_columns(config.ignore_columns) if reads_columns else (),
-        renamed_columns=renamed_columns(config.columns) if reads_columns else {},
-        limit=config.max_eval_samples if limits_evaluation else limit,
-        cache=Path(config.data_cache).expanduser(),
-        chat_template=config.chat_template,
-        limits_documents=limits_evaluation,
-        refused_ids=placeholder_ids(model.config),
-        pairs=objective_of(config).trains_on_pairs,
-        shares_prefixes=config.share_prefixes is True,
-    )
-    return open_data(path, length, vocab_size, model.tokenizer, config.lazy_preprocess, world.is_main, read_options)
+    opened: list[Examples] = []
+    for source in sources:
+        reads_text = holds_rows(source.path) or not any(map(holds_rows, everything))
+        reads_columns = holds_columns(source.path) or not any(map(holds_columns, everything))
+        options = ReadOptions(
+            text_column=config.text_column if reads_text else TrainConfig.text_column,
+            ignored_columns=split_columns(config.ignore_columns) if reads_columns else (),
+            renamed_columns=renamed_columns(config.columns) if reads_columns else {},
+            limit=config.max_eval_samples if limits_evaluation else config.max_train_samples if trains else None,
+            cache=Path(config.data_cache).expanduser(),
+            chat_template=config.chat_template,
+            limits_documents=limits_evaluation,
+            refused_ids=placeholder_ids(model.config),
+            pairs=objective_of(config).trains_on_pairs,
+            shares_prefixes=config.share_prefixes is True,
+        )
+        tokenizer, lazy = model.tokenizer, config.lazy_preprocess
+        opened.append(open_data(source.path, length, vocab_size, tokenizer, lazy, world.is_main, options))
+    return opened
 
 
 def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data_ranks: int) -> BatchStream:
@@ -338,4 +359,4 @@ def _bytes_are_tokens(config: TrainConfig, directory: Path | None) -> bool:
     if config.tokenizer is not None:
         return config.tokenizer == ByteTokenizer.name
     own = directory is not None and has_tokenizer(str(directory))
-    return not own and made_with(Path(config.data_path)) == ByteTokenizer.name
+    return not own and made_with_one(paths_of(config.data_path)) == ByteTokenizer.name

@@ -16,6 +16,7 @@ from typing import Final, TextIO, TypeGuard
 from lightseq.checkpoint import checkpoints, resume
 from lightseq.checkpoint.resume import ResumePoint
 from lightseq.config.train_config import TrainConfig
+from lightseq.data.mixture import paths_of
 from lightseq.distributed.agreement import from_rank_0
 from lightseq.distributed.world import World
 from lightseq.training.metrics import METRICS, RUN, SAMPLES, damaged_lines
@@ -70,9 +71,10 @@ def check_output_dir(output_dir: Path, config: TrainConfig, resume_point: Resume
 def _check_inputs_survive(output_dir: Path, config: TrainConfig) -> None:
     """Raises ValueError if the run reads from a checkpoint that it would delete."""
     checkpoints_here = [path.resolve() for path in output_dir.glob("checkpoint-*")]
-    for flag in ("model_name_or_path", "tokenizer", "data_path", "eval_data_path"):
-        value = getattr(config, flag)
-        if value and any(Path(value).resolve().is_relative_to(path) for path in checkpoints_here):
+    given = {flag: [getattr(config, flag)] for flag in ("model_name_or_path", "tokenizer")}
+    given |= {flag: paths_of(getattr(config, flag) or "") for flag in ("data_path", "eval_data_path")}
+    for flag, value in ((flag, value) for flag, values in given.items() for value in values if value):
+        if any(Path(value).resolve().is_relative_to(path) for path in checkpoints_here):
             raise ValueError(
                 f"--{flag} {value} is in --output_dir {output_dir}, whose checkpoints --overwrite_output_dir deletes; "
                 "give another --output_dir"

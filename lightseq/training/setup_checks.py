@@ -26,6 +26,7 @@ from lightseq.data.batches import BatchStream
 from lightseq.data.columns import CHAT, PAIR, PREFERENCE
 from lightseq.data.examples import Examples, WindowExamples
 from lightseq.data.held_out import SelectedExamples
+from lightseq.data.mixture import parts_of
 from lightseq.data.packing import PackedExamples
 from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.world import World
@@ -230,6 +231,7 @@ def require_chats(config: TrainConfig, opened: Sequence[Examples]) -> None:
     if config.chat_template is None:
         return
     windows = [examples.windows if isinstance(examples, PackedExamples) else examples for examples in opened]
+    windows = [part for examples in windows for part in parts_of(examples)]
     windows = [examples.source if isinstance(examples, SelectedExamples) else examples for examples in windows]
     kinds = {x.source.meta.get("kind") for x in windows if isinstance(x, WindowExamples)}
     if not kinds & {CHAT, PAIR, PREFERENCE}:

@@ -28,6 +28,7 @@ from lightseq.architecture.inspection import inspect_architecture
 from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
 from lightseq.config.flags import DataConfig, MemoryConfig, ModelConfig, ParallelismConfig
 from lightseq.config.train_config import TrainConfig
+from lightseq.data.mixture import paths_of
 from lightseq.data.sources import holds_rows
 from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.environment import secrets
@@ -143,7 +144,7 @@ def one_step(config: TrainConfig, folder: Path) -> TrainConfig:
         unused = ("chat_template", "ignore_columns", "columns")
         flags |= {"data_path": str(folder / "synthetic.pkl"), **dict.fromkeys(unused)}
         flags |= {"text_column": TrainConfig.text_column, "max_train_samples": None}
-    elif not config.random_init and holds_rows(config.data_path):
+    elif not config.random_init and any(map(holds_rows, paths_of(config.data_path))):
         flags["tokenizer"] = config.tokenizer or config.model_name_or_path
     flags |= {"output_dir": str(folder / "run"), "max_steps": 1, "save_strategy": "no"}
     return TrainConfig(**flags, optim="sgd", max_grad_norm=0.0)
