@@ -31,12 +31,15 @@ def context() -> Any:
     if _cuda_of_torch() is None:  # else each process tells DeepSpeed its device before the import
         os.environ["DS_ACCELERATOR"] = "cpu"
         modules = [*modules, "deepspeed.runtime.zero.muon.original_muon"]  # every engine and torch's compiler import it
-    found.set_forkserver_preload(modules)
+    found.set_forkserver_preload([*modules, "warm"])
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     address = os.environ.get(ADDRESS)
     if address not in (None, server._forkserver_address):
         server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_WRONLY)
         server.ensure_running = lambda: None
+    else:
+        with _modules_of_tests():
+            server.ensure_running()
     return found
 
 
@@ -45,13 +48,25 @@ def share() -> None:
 
     What its processes print is lost; one worker (`-n 0`) shows it where a test fails.
     """
-    context()
+    with _without_output():
+        context()
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if hasattr(server, "_forkserver_authkey"):  # Python 3.14, where each process has a server of its own
         return
-    with _without_output():
-        server.ensure_running()
     os.environ[ADDRESS] = server._forkserver_address
+
+
+@contextmanager
+def _modules_of_tests() -> Iterator[None]:
+    """Lets the server import modules of this folder."""
+    given = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([given] if given else [])])
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        if given:
+            os.environ["PYTHONPATH"] = given
 
 
 @contextmanager
