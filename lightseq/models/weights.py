@@ -21,7 +21,7 @@ from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.models.build import constructed_buffers
 from lightseq.models.decoder import has_towers, text_config, ties_embeddings
 from lightseq.models.hub import download
-from lightseq.models.nf4 import Nf4Weight
+from lightseq.models.packed import PackedWeight
 from lightseq.models.published_layout import PublishedLayout, layout_of_files, publish
 from lightseq.models.stored_tensors import StoredTensors, float_dtypes
 from lightseq.models.tokenizer_files import PROCESSOR_FILES, copy_files, copy_tokenizer
@@ -44,7 +44,7 @@ def fill(parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -
     A weight in four bits reads the whole tensor, because all its rows share one offset.
     """
     local, place = local_part_and_slices(parameter)
-    if isinstance(local, Nf4Weight):
+    if isinstance(local, PackedWeight):
         local.fill_rows(read(tuple(map(slice, local.whole))), place[0].start)
     elif local.numel():
         local.copy_(read(place))

@@ -12,11 +12,12 @@ from transformers import PreTrainedConfig
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.decoder import decoder_layers, float32_parameters
-from lightseq.models.nf4 import plain_tensors
+from lightseq.models.fp8_blocks import left_out_of
+from lightseq.models.packed import plain_tensors
 from lightseq.parts.adapters import Lora, add_adapters
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.experts import experts_modules
-from lightseq.parts.four_bits import quantize_layers
+from lightseq.parts.packed_base import pack_layers
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class HeldWeights:
         return _sum((*self.layers, *self.experts, self.ends))
 
 
+def holds_packed(model: PreTrainedConfig, config: TrainConfig) -> bool:
+    """Returns whether a run holds frozen weights in fewer bits than they compute in."""
+    return config.load_in_4bit or (config.lora_rank is not None and left_out_of(model) is not None)
+
+
 def held_weights(model: PreTrainedConfig, config: TrainConfig, lora: Lora | None, shards: int) -> HeldWeights:
     """Returns the bytes of a model's weights that FSDP2 shards over so many ranks, with adapters if there are any.
 
@@ -74,8 +80,8 @@ def _units_of(model_config: PreTrainedConfig, config: TrainConfig, lora: Lora | 
     """Returns the parameters of each layer, without its experts and of its experts, and at the end all others."""
     dtype, model = getattr(torch, config.compute_dtype), build_to_train(model_config)
     add_adapters(model, lora, dtype)
-    if config.load_in_4bit:
-        quantize_layers(model)
+    if holds_packed(model_config, config):
+        pack_layers(model)
     in_float32 = float32_parameters(model) if dtype is not torch.float32 else ()
     whole = {id(model.get_parameter(name)) for name in in_float32}
     left, units = {id(x): x for x in model.parameters()}, list[list[_Parameter]]()
