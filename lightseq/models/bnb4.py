@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightseq.models import nf4
 from lightseq.models.nf4 import BLOCK, NESTED_BLOCK, SCALE, Nf4Bytes, dynamic_map, scale_bytes
-from lightseq.models.packed import PackedSlice, PackedWeight
+from lightseq.models.packed import PackedWeight
+from lightseq.models.packed_slice import PackedSlice
 
 METHOD: Final = "bitsandbytes"  # in quantization_config of config.json
 READ_FORMAT: Final = "nf4"
@@ -50,6 +51,8 @@ def weights_in(names: Mapping[str, Any]) -> list[str]:
 
 class FourBitSlice(PackedSlice):
     """Slices of a weight in four bits."""
+
+    WORDS = Nf4Bytes.WORDS
 
     def __init__(self, name: str, part: Callable[[str], Any]) -> None:
         """`part` returns the slice of a tensor in the files. Raises ValueError for another form of four bits."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from lightseq.models.packed import PackedSlice, PackedWeight
+from lightseq.models.packed import PackedWeight
 from lightseq.models.packed_bytes import PackedBytes
+from lightseq.models.packed_slice import PackedSlice
 from lightseq.utils.files import read_json
 
 METHOD: Final = "fp8"  # in quantization_config of config.json
@@ -38,6 +39,7 @@ class Fp8Bytes(PackedBytes):
 
     SHARDED = ("codes",)
     WORDS = "FP8"
+    UNPACKED = 2 * 2 + 3 * 4 / BLOCK  # codes are cast, then multiplied; a row of scales for each row of blocks
 
     def sizes(self, elements: int) -> tuple[int, ...]:
         return (elements,)
@@ -111,6 +113,8 @@ def _blocks(shape: Sequence[int]) -> tuple[int, ...]:
 
 class Fp8Slice(PackedSlice):
     """Slices of a weight in FP8."""
+
+    WORDS = Fp8Bytes.WORDS
 
     def __init__(self, name: str, codes: Any, scales: Any, dtype: str) -> None:
         """`codes` and `scales` are slices of tensors in the files. Raises ValueError if they do not fit each other."""

@@ -4,7 +4,6 @@ A format (`nf4`, `fp8_blocks`) says which bytes a weight has, and makes it dense
 such as scales of scales, which take at most 0.0003 bytes an element.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Final
@@ -16,24 +15,6 @@ from torch.utils._pytree import tree_map_only
 from lightseq.models.packed_bytes import PackedBytes
 
 aten: Final = torch.ops.aten
-
-
-class PackedSlice(ABC):
-    """Packed weight in files, which has the methods of a safetensors slice."""
-
-    @abstractmethod
-    def get_shape(self) -> list[int]: ...
-
-    @abstractmethod
-    def get_dtype(self) -> str:
-        """Returns the dtype of the dense weight, as safetensors name it."""
-
-    @abstractmethod
-    def empty(self, dtype: torch.dtype, device: torch.device) -> "PackedWeight":
-        """Allocates a weight of this form, which computes in a dtype."""
-
-    @abstractmethod
-    def __getitem__(self, place: Any) -> Tensor: ...
 
 
 class PackedWeight(Tensor):

@@ -15,8 +15,9 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.models import bnb4, fp8_blocks, nf4
 from lightseq.models.decoder import decoder_layers, float32_parameters, module_name
 from lightseq.models.nf4 import BLOCK
-from lightseq.models.packed import PackedSlice, PackedWeight
+from lightseq.models.packed import PackedWeight
 from lightseq.models.packed_bytes import PackedBytes
+from lightseq.models.packed_slice import PackedSlice
 from lightseq.models.published_layout import layout_of_files
 from lightseq.models.weight_files import open_tensors, tensor_files
 from lightseq.models.weights import LORA_INFIX, base_parameters, global_shape, without_wrappers
@@ -96,10 +97,10 @@ def pack_layers(model: PreTrainedModel, stored_in: Path | None = None) -> None:
         packed = _weights_in_fp8(model, left_out)
     if packed is None:
         check_four_bits(model)
-        packed = {weight.name: _quantized(weight.parameter) for weight in weights_to_quantize(model)}
-    for found in [*base_weights(model)]:
-        if found.name in packed:
-            setattr(found.module, found.attribute, nn.Parameter(packed.pop(found.name), requires_grad=False))
+    for found in [*(weights_to_quantize(model) if packed is None else base_weights(model))]:
+        if packed is None or found.name in packed:
+            weight = _quantized(found.parameter) if packed is None else packed[found.name]
+            setattr(found.module, found.attribute, nn.Parameter(weight, requires_grad=False))
 
 
 def _quantized(weight: nn.Parameter) -> PackedWeight:
@@ -141,24 +142,25 @@ def _stored_weights(model: PreTrainedModel, directory: Path) -> dict[str, Packed
     def add(name: str, source: str, weight: Tensor, form: PackedSlice) -> None:
         if not name.startswith(inside):
             return  # embeddings and the head are read as dense ones
-        module, change = by_name[name].module if name in by_name else None, None
-        if module is None:
-            change = "is no weight of a linear or of stacked experts"
+        known = by_name.get(name)
+        if known is None:
+            change: str | None = "is no weight of a linear or of stacked experts"
         elif not isinstance(weight, PackedWeight):
             change = "cannot be joined from such tensors"
-        elif isinstance(module, nn.Linear):
-            change = linear_change(module)
+        else:
+            found[known.name] = weight
+            change = linear_change(known.module) if isinstance(known.module, nn.Linear) else None
         if change is not None:
-            words = _empty(form, torch.float32).raw.WORDS
-            raise ValueError(f"{directory}: {source} is in {words}, but {name} {change}; give a version in 16 bits")
-        found[by_name[name].name] = weight
+            raise ValueError(
+                f"{directory}: {source} is in {form.WORDS}, but {name} {change}; give a version in 16 bits"
+            )
 
     with open_tensors(files) as stored:
         done = set[int]()
         for name, conversion in layout.converted.items():
             forms = {source: stored(source) for _, source in conversion.sources}
             packed = [source for source, form in forms.items() if isinstance(form, PackedSlice)]
-            if not packed or id(conversion) in done:
+            if not packed or id(conversion) in done or name not in parameters:
                 continue
             done.add(id(conversion))
             empty = {source: _empty(form, parameters[name].dtype) for source, form in forms.items()}

@@ -28,8 +28,8 @@ class Weights:
     gathered: int = 0  # on a rank while their unit runs, beside shards on the GPU ...
     fetched: int = 0  # ... and with shards in host memory
     trained: int = 0  # elements of those that get a gradient
-    packed: int = 0  # before sharding, of weights that operators read as dense copies
-    dense: int = 0  # of these copies
+    dense: int = 0  # before sharding, of the dense copies that operators read of packed weights
+    unpacked: int = 0  # read and written to make dense copies
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
@@ -100,7 +100,8 @@ def _units_of(model_config: PreTrainedConfig, config: TrainConfig, lora: Lora | 
 
 
 def _weights_of(parameter: nn.Parameter, dtype: torch.dtype, is_sharded: bool, shards: int) -> Weights:
-    weight, trained = parameter.detach(), parameter.numel() * parameter.requires_grad
+    weight: Any = parameter.detach()
+    trained = parameter.numel() * parameter.requires_grad
     if not is_sharded or not weight.numel():
         return Weights(stored=weight.nbytes, trained=trained)
     rows = -(-len(weight) // shards)
@@ -108,15 +109,15 @@ def _weights_of(parameter: nn.Parameter, dtype: torch.dtype, is_sharded: bool, s
         elements = rows * weight[0].numel()
         gathered = shards * elements * dtype.itemsize
         return Weights(elements * weight.itemsize, gathered, gathered, trained)
-    shard: Any = weight[:rows]
+    shard = weight[:rows]
     sent, _ = shard.fsdp_pre_all_gather(SimpleNamespace(size=lambda: shards))
     return Weights(
         stored=(stored := _bytes(plain_tensors(shard))),
         gathered=(gathered := shards * _bytes(sent)),
         fetched=max(gathered, stored),  # one rank gathers nothing, and needs a copy of its shard
         trained=trained,
-        packed=_bytes(plain_tensors(weight)),
-        dense=weight.numel() * dtype.itemsize,
+        dense=(dense := weight.numel() * dtype.itemsize),
+        unpacked=_bytes(plain_tensors(weight)) + dense + int(weight.raw.UNPACKED * weight.numel()),
     )
 
 
