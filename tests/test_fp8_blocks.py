@@ -28,7 +28,7 @@ from lightseq.cli import main as lightseq
 from lightseq.distributed.parallel_dims import parallel_dims, whole_tensor
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
-from lightseq.models import fp8_blocks, weights
+from lightseq.models import weights
 from lightseq.models.decoder import decoder_layers
 from lightseq.models.fp8_blocks import BLOCK, Fp8Bytes
 from lightseq.models.packed import PackedWeight
@@ -37,7 +37,7 @@ from lightseq.parallelize import parallelize
 from lightseq.parts import adapters
 from lightseq.parts.adapters import add_adapters, lora_from_config
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.parts.packed_base import pack_layers
+from lightseq.parts.packed_base import mark, pack_layers
 from lightseq.plan.weights import held_weights
 from lightseq.tools import pretrained
 from lightseq.tools.merged_weights import merge
@@ -356,7 +356,7 @@ def test_an_adapter_generates_from_dequantized_weights(folder: Path, monkeypatch
 def test_planned_bytes_are_those_of_a_run(folder: Path, name: str) -> None:
     for world in (1, 2):
         source, config = resolve(LLAMA3, str(folder / name), False), parsed("--lora_rank 16")
-        fp8_blocks.set_left_out(source.config, source.left_out)
+        mark(source.config, "fp8", source.left_out)
         held = held_weights(source.config, config, lora_from_config(config, source.config), world)
         found = spawn(world, bytes_of_run, folder / name)[0]
         assert (held.total.stored, (held.layers[0] + held.experts[0]).gathered) == found

@@ -11,10 +11,9 @@ from typing import Any, Final
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from lightseq.architecture.inspection import inspect_architecture
-from lightseq.models import bnb4, fp8_blocks
+from lightseq.models import bnb4, fp8_blocks, mxfp4
 from lightseq.models.decoder import text_config, with_text_settings
 from lightseq.models.hub import hub_error
-from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.presets import FAMILIES, ModelFamily
 from lightseq.parts.facts import heads_of
 
@@ -52,9 +51,8 @@ class ModelSource:
 
     config: PreTrainedConfig
     weights: Path | str | None
-    in_mxfp4: bool = False  # the weights; the config says nothing of it, because they become bfloat16
-    packed_form: str | None = None  # of linears in the files, `nf4` or `fp8`, also if they are not loaded
-    left_out: list[str] | None = None  # modules beside those in FP8
+    stored_form: str | None = None  # of packed weights in the files, also if they are not loaded: nf4, fp8 or mxfp4
+    left_out: tuple[str, ...] = ()  # modules beside those in FP8
     quantization: str | None = None  # another format of the weights, which is not read
 
 
@@ -90,17 +88,18 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
 
 def _source(name: Path | str, weights: Path | str | None) -> ModelSource:
     config = _read_config(name)
-    in_mxfp4, packed_form, left_out, quantization = is_mxfp4(vars(config)), None, None, None
+    stored, quantization = mxfp4.METHOD if mxfp4.is_mxfp4(vars(config)) else None, None
+    left_out: tuple[str, ...] = ()
     if (settings := getattr(config, "quantization_config", None)) is not None:
         del config.quantization_config
         method = settings.get("quant_method") if isinstance(settings, Mapping) else None
         bits, eight = bnb4.format_of(settings), fp8_blocks.format_of(settings)
-        packed_form = next((form for form in (bits, eight) if form in (bnb4.READ_FORMAT, fp8_blocks.METHOD)), None)
+        readable = (form for form in (bits, eight) if form in (bnb4.READ_FORMAT, fp8_blocks.METHOD))
+        stored = stored or next(readable, None)
         method = f"{method or bnb4.METHOD} in {bits}" if bits else eight or method
-        quantization = None if in_mxfp4 or packed_form else method or "quantization_config"
-        left_out = fp8_blocks.modules_left_out(settings) if packed_form == fp8_blocks.METHOD else None
-    has_weights = weights is not None
-    source = ModelSource(config, weights, in_mxfp4 and has_weights, packed_form, left_out, quantization)
+        quantization = None if stored else method or "quantization_config"
+        left_out = fp8_blocks.modules_left_out(settings) if stored == fp8_blocks.METHOD else ()
+    source = ModelSource(config, weights, stored, left_out, quantization)
     if weights is not None:
         check_weights_are_not_quantized(source, str(name))
     return source

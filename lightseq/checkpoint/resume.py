@@ -251,7 +251,7 @@ def _adapter_differences(
 
 
 def _kind_of_bits(bits: PackedBase | None) -> str:
-    if bits is None:
+    if bits is None or bits.is_exact:
         return "16 or 32 bits"
     return f"{bits.words} as their files store it" if bits.in_files else f"{bits.words} by --load_in_4bit True"
 

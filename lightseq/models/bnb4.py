@@ -8,11 +8,9 @@ import json
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from types import EllipsisType
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from lightseq.models import nf4
 from lightseq.models.nf4 import BLOCK, NESTED_BLOCK, SCALE, Nf4Bytes, dynamic_map, scale_bytes
@@ -81,8 +79,7 @@ class FourBitSlice(PackedSlice):
     def empty(self, dtype: torch.dtype, device: torch.device) -> PackedWeight:
         return nf4.empty(self._shape, dtype, device, self._is_double)
 
-    def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor:
-        """Returns some of the matrix: rows stay in four bits."""
+    def packed(self) -> PackedWeight:
         raw = Nf4Bytes(
             self._part(self._name)[...].flatten().view(torch.uint8),
             self._part(self._name + SCALES)[...].view(torch.uint8),
@@ -90,8 +87,7 @@ class FourBitSlice(PackedSlice):
             torch.tensor(self._offset, dtype=SCALE),
         )
         self._check(raw)
-        whole = PackedWeight(raw, self._shape, getattr(torch, self._dtype), self._shape)
-        return whole if place is ... else whole[place]
+        return PackedWeight(raw, self._shape, getattr(torch, self._dtype), self._shape)
 
     def _check(self, raw: Nf4Bytes) -> None:
         """Raises ValueError for tables or sizes that are not those of NF4."""

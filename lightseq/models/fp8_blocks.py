@@ -7,12 +7,10 @@ Both are read as they are, and never written.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import EllipsisType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from lightseq.models.packed import PackedWeight
 from lightseq.models.packed_bytes import PackedBytes
@@ -29,7 +27,6 @@ READABLE: Final = {  # values of a quantization_config, the first of which it ma
     "expert_dtype": ("fp8", None),
 }
 LEFT_OUT: Final = ("modules_to_not_convert", "ignored_layers")
-FIELD: Final = "modules_beside_fp8"  # of a config: the modules whose weights are not in FP8
 DTYPES: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # as safetensors name them
 
 
@@ -137,37 +134,24 @@ class Fp8Slice(PackedSlice):
     def empty(self, dtype: torch.dtype, device: torch.device) -> PackedWeight:
         return empty(self._shape, dtype, device)
 
-    def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor:
-        """Returns some of the weight: rows stay in FP8."""
+    def packed(self) -> PackedWeight:
         raw = Fp8Bytes(self._codes[...].view(torch.uint8).flatten(), self._scales[...].float())
-        whole = PackedWeight(raw, self._shape, getattr(torch, self._dtype), self._shape)
-        return whole if place is ... else whole[place]
+        return PackedWeight(raw, self._shape, getattr(torch, self._dtype), self._shape)
 
 
 def format_of(settings: Any) -> str | None:
     """Returns "fp8" for a `quantization_config` that is read, and what differs for others of FP8; None if not FP8."""
     if not isinstance(settings, Mapping) or settings.get("quant_method") != METHOD:
         return None
-    if (block := settings.get("weight_block_size")) not in ([BLOCK, BLOCK], (BLOCK, BLOCK)):
+    if (block := settings.get("weight_block_size", [BLOCK, BLOCK])) not in ([BLOCK, BLOCK], (BLOCK, BLOCK)):
         return f"{METHOD} with weight_block_size {block}"
     wrong = [key for key, known in READABLE.items() if settings.get(key) not in known]
     return f"{METHOD} with {wrong[0]} {settings[wrong[0]]}" if wrong else METHOD
 
 
-def modules_left_out(settings: Mapping[str, Any]) -> list[str]:
+def modules_left_out(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the modules that a `quantization_config` leaves out, as names or patterns of transformers."""
-    return [name for key in LEFT_OUT for name in settings.get(key) or ()]
-
-
-def set_left_out(config: PreTrainedConfig, modules: list[str] | None) -> None:
-    """Notes in a model's config which modules of its files are not in FP8, if others are."""
-    if modules is not None:
-        setattr(config, FIELD, modules)
-
-
-def left_out_of(config: PreTrainedConfig) -> list[str] | None:
-    """Returns the modules beside those in FP8, if a model's files have FP8."""
-    return getattr(config, FIELD, None)
+    return tuple(name for key in LEFT_OUT for name in settings.get(key) or ())
 
 
 def dtype_in(directory: Path) -> str | None:

@@ -1,7 +1,8 @@
 """Packed weights in files, beneath readers of each format."""
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from types import EllipsisType
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,4 +27,10 @@ class PackedSlice(ABC):
         """Allocates a weight of this form, which computes in a dtype."""
 
     @abstractmethod
-    def __getitem__(self, place: Any) -> Tensor: ...
+    def packed(self) -> PackedWeight:
+        """Returns the whole weight in its own bytes."""
+
+    def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor:
+        """Returns some of the weight; rows stay packed."""
+        whole = self.packed()
+        return whole if place is ... else whole[place]

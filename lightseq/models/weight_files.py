@@ -60,7 +60,7 @@ def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
             file, names = files[name], names_in(files[name])
             part = partial(beside, file)
             if name + mxfp4.BLOCKS in names and name not in names:
-                return mxfp4.PackedSlice(part(name + mxfp4.BLOCKS), part(name + mxfp4.SCALES))
+                return mxfp4.Mxfp4Slice(part(name + mxfp4.BLOCKS), part(name + mxfp4.SCALES))
             if is_in_four_bits(file, name):
                 return bnb4.FourBitSlice(name, part)
             found, scales = opened[file].get_slice(name), name + fp8_blocks.SCALES

@@ -110,7 +110,7 @@ def save(
     peft_config(lora, base_model_name(base)).save_pretrained(str(directory))
     if rope is not None:
         (directory / ROPE_FILE).write_text(json.dumps(rope, indent=2) + "\n")
-    if packed_base is not None:
+    if packed_base is not None and not packed_base.is_exact:
         (directory / BITS_FILE).write_text(json.dumps(asdict(packed_base), indent=2) + "\n")
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, directory)

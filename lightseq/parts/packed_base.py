@@ -1,6 +1,6 @@
 """Frozen linears and stacked experts of a decoder's layers in NF4, as QLoRA has them (arXiv 2305.14314), or in FP8."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.models import bnb4, fp8_blocks, nf4
+from lightseq.models import bnb4, fp8_blocks, mxfp4, nf4
 from lightseq.models.decoder import decoder_layers, float32_parameters, module_name
 from lightseq.models.nf4 import BLOCK
 from lightseq.models.packed import PackedWeight
@@ -26,9 +26,11 @@ from lightseq.parts.identity import linear_change
 from lightseq.parts.routers import router_parts
 
 FLAG: Final = "--load_in_4bit True"
+FIELD: Final = "held_as_stored"  # of a model's config: form of its weights, and modules that do not have it
 FORMS: Final[dict[str, type[PackedBytes]]] = {
     bnb4.READ_FORMAT: nf4.Nf4Bytes,
     fp8_blocks.METHOD: fp8_blocks.Fp8Bytes,
+    mxfp4.METHOD: mxfp4.Mxfp4Bytes,
 }
 
 
@@ -38,7 +40,12 @@ class PackedBase:
 
     in_files: bool  # as the model's files have them; else they are quantized to NF4 on loading
     dtype: str  # of the products, in which the weights are quantized on loading
-    form: str = bnb4.READ_FORMAT  # or fp8_blocks.METHOD
+    form: str = bnb4.READ_FORMAT  # or another of FORMS
+
+    @property
+    def is_exact(self) -> bool:
+        """Returns whether weights have the values that they have in 16 bits."""
+        return self.form == mxfp4.METHOD
 
     @property
     def is_nf4(self) -> bool:
@@ -58,12 +65,18 @@ def bits_of(form: str) -> str:
     return FORMS[form].WORDS
 
 
-def check_bits(config: TrainConfig, stored: str | None) -> None:
-    """Raises ValueError if the flags ask for four bits, but the model's files have another form."""
+def held_as_stored(config: TrainConfig, stored: str | None) -> str | None:
+    """Returns the form in which a run holds frozen weights as its files have them; None if it makes them dense.
+
+    `stored` is the form in the files. Raises ValueError if the flags ask for another.
+    """
+    if stored == mxfp4.METHOD:
+        return stored if config.load_in_4bit else None
     if config.load_in_4bit and stored not in (None, bnb4.READ_FORMAT):
         raise ValueError(
             f"{FLAG}: the weights of {config.model_name} are in {bits_of(stored)}, and train as they are; leave it out"
         )
+    return stored
 
 
 @dataclass(frozen=True)
@@ -90,11 +103,11 @@ def pack_layers(model: PreTrainedModel, stored_in: Path | None = None) -> None:
     Weights on the meta device are quantized when they are loaded (`weights.fill`). Embeddings, the head, norms, routers
     and adapters keep their dtype. Raises ValueError for a layer with other matrices, which would keep theirs unasked.
     If files have packed weights, `stored_in` is their directory, and only the weights that they have so change.
-    Without it, weights become NF4, or FP8 if the model's config says that its files have that.
+    Without it, weights become NF4, or what the model's config says that its files have (`mark`).
     """
     packed = _stored_weights(model, stored_in) if stored_in is not None else None
-    if (left_out := fp8_blocks.left_out_of(model.config)) is not None and stored_in is None:
-        packed = _weights_in_fp8(model, left_out)
+    if stored_in is None and is_marked(model.config):
+        packed = _marked_weights(model)
     if packed is None:
         check_four_bits(model)
     for found in [*(weights_to_quantize(model) if packed is None else base_weights(model))]:
@@ -116,14 +129,27 @@ def round_to_four_bits(model: PreTrainedModel, dtype: torch.dtype) -> None:
         x.copy_(nf4.quantize(x.to(dtype)).dense())
 
 
-def _weights_in_fp8(model: PreTrainedModel, left_out: list[str]) -> dict[str, PackedWeight]:
-    """Returns memory for the weights that a config says are in FP8, by their names."""
-    names = {weight.name: weight.parameter for weight in weights_to_quantize(model)}
-    return {
-        name: fp8_blocks.empty(x.shape, x.dtype, x.device)
-        for name, x in names.items()
-        if should_convert_module(without_wrappers(name).rpartition(".")[0], left_out)
-    }
+def mark(config: PreTrainedConfig, form: str, left_out: Sequence[str] = ()) -> None:
+    """Notes in a model's config the form that its files have weights in, and the modules that they leave out."""
+    if form != bnb4.READ_FORMAT:  # which is planned as if the run quantized all
+        setattr(config, FIELD, [form, *left_out])
+
+
+def is_marked(config: PreTrainedConfig) -> bool:
+    """Returns whether a run holds weights of the model as its files have them, packed."""
+    return hasattr(config, FIELD)
+
+
+def _marked_weights(model: PreTrainedModel) -> dict[str, PackedWeight]:
+    """Returns memory for the weights that a model's config says are packed, by their names."""
+    form, *left_out = getattr(model.config, FIELD)
+    empty = mxfp4.empty if form == mxfp4.METHOD else fp8_blocks.empty
+    found = dict[str, PackedWeight]()
+    for weight in weights_to_quantize(model):
+        x, module = weight.parameter, without_wrappers(weight.name).rpartition(".")[0]
+        if should_convert_module(module, left_out) and (form != mxfp4.METHOD or x.ndim > 2):
+            found[weight.name] = empty(x.shape, x.dtype, x.device)
+    return found
 
 
 def _stored_weights(model: PreTrainedModel, directory: Path) -> dict[str, PackedWeight]:

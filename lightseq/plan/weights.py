@@ -12,12 +12,11 @@ from transformers import PreTrainedConfig
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.decoder import decoder_layers, float32_parameters
-from lightseq.models.fp8_blocks import left_out_of
 from lightseq.models.packed import plain_tensors
 from lightseq.parts.adapters import Lora, add_adapters
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.experts import experts_modules
-from lightseq.parts.packed_base import pack_layers
+from lightseq.parts.packed_base import is_marked, pack_layers
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class HeldWeights:
 
 def holds_packed(model: PreTrainedConfig, config: TrainConfig) -> bool:
     """Returns whether a run holds frozen weights in fewer bits than they compute in."""
-    return config.load_in_4bit or (config.lora_rank is not None and left_out_of(model) is not None)
+    return config.load_in_4bit or (config.lora_rank is not None and is_marked(model))
 
 
 def held_weights(model: PreTrainedConfig, config: TrainConfig, lora: Lora | None, shards: int) -> HeldWeights:

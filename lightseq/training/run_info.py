@@ -122,7 +122,8 @@ def _packed_base(trainer: Trainer) -> str:
     found = trainer.inputs.packed_base
     if found is None:
         return ""
-    return f"frozen linear layers in {found.words}{' as stored' if found.in_files else ''}, "
+    what = "experts" if found.is_exact else "linear layers"
+    return f"frozen {what} in {found.words}{' as stored' if found.in_files else ''}, "
 
 
 def _adapters(trainer: Trainer) -> str:
