@@ -144,6 +144,19 @@ def test_values_are_those_of_transformers(folder: Path, name: str, dtype: torch.
     }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_values_of_published_families_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    write(tmp_path, tiny_config(family, hidden_size=128, moe_intermediate_size=128, intermediate_size=128))
+    model = packed_model(tmp_path, torch.bfloat16)
+    weights.materialize(model, torch.device("cpu"), dtype=torch.bfloat16)
+    weights.load(model, tmp_path)
+    wanted = theirs(tmp_path, torch.bfloat16)
+    for where, x in model.named_parameters():
+        is_matrix = x.ndim > 1 and ".layers." in where and not where.endswith("mlp.gate.weight")
+        assert x.equal(wanted.get_parameter(where)) and isinstance(x, PackedWeight) == is_matrix, where
+
+
 def test_values_of_rows_are_those_of_their_blocks() -> None:
     for shape in (*SHAPES, (256, 128)):
         for dtype in (torch.float32, torch.bfloat16):
