@@ -196,8 +196,8 @@ class AdapterConfig:
     )
     load_in_4bit: bool = flag(
         False,
-        "Hold the frozen linear layers in four bits (QLoRA: NF4 with double quantization, as bitsandbytes has), or only "
-        "gpt-oss's experts, in the MXFP4 of its files.",
+        "Hold the frozen linear layers in four bits (QLoRA: NF4 with double quantization, as bitsandbytes has), or "
+        "only gpt-oss's experts, in the MXFP4 of its files.",
     )
 
 
