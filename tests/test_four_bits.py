@@ -20,13 +20,13 @@ from lightseq.architecture.family import resolve
 from lightseq.cli import main as lightseq
 from lightseq.data.batches import permutation
 from lightseq.distributed.parallel_dims import local_part
-from lightseq.models import weights
-from lightseq.models.nf4 import Nf4Weight
+from lightseq.models import nf4, weights
+from lightseq.models.packed import PackedWeight
 from lightseq.models.presets import LLAMA3
 from lightseq.parts import adapter_files, adapters
 from lightseq.parts.adapter_targets import find_targets
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.parts.four_bits import check_four_bits, quantize_layers
+from lightseq.parts.packed_base import check_four_bits, pack_layers
 from lightseq.tools.merged_base import find_base_weights
 from lightseq.tools.merged_weights import merge
 from lightseq.tools.pretrained import load_pretrained
@@ -118,8 +118,8 @@ def test_runs_train_as_peft_with_bitsandbytes_does(folder: Path, world: int) -> 
     runs = [flags(folder, output), f"{flags(folder, f'{output}-host')} --offload both"]
     ((end, seen), (on_host, _)), *_ = spawn(world, programs, [f"{run} --max_steps {STEPS}" for run in runs])
     assert end.status == 0 and on_host.status == 0, end.err + on_host.err
-    in_bits = {name.split(".")[-3] for name, kind in seen.items() if kind == Nf4Weight.__name__}
-    assert in_bits == set(LINEARS) and sum(kind == Nf4Weight.__name__ for kind in seen.values()) == 14
+    in_bits = {name.split(".")[-3] for name, kind in seen.items() if kind == PackedWeight.__name__}
+    assert in_bits == set(LINEARS) and sum(kind == PackedWeight.__name__ for kind in seen.values()) == 14
     saved, same = (
         load_file(folder / name / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
         for name in (output, f"{output}-host")
@@ -142,7 +142,7 @@ def test_stored_weights_in_four_bits_train_as_they_are(folder: Path, name: str) 
     given = flags(folder, f"from-{name}", name, FLAGS if name == "double" else FLAGS.split("True")[1])
     ((end, seen), *_), *_ = spawn(2, programs, [f"{given} --max_steps {STEPS}"])
     assert end.status == 0, end.err
-    in_bits = {n.split(".")[-3] for n, kind in seen.items() if kind == Nf4Weight.__name__}
+    in_bits = {n.split(".")[-3] for n, kind in seen.items() if kind == PackedWeight.__name__}
     assert in_bits == set(LINEARS) - set(STORED[name][2] or ())
     check_equal(folder, f"from-{name}", *reference(folder, name))
 
@@ -153,16 +153,16 @@ def test_stored_bytes_are_read_as_they_are(folder: Path, name: str) -> None:
     source = resolve(LLAMA3, str(folder / name), False)
     model = build_to_train(source.config)
     adapters.freeze(model, torch.float32)
-    quantize_layers(model, folder / name)
+    pack_layers(model, folder / name)
     weights.materialize(model, torch.device("cpu"))
     weights.load(model, folder / name)
     for where, x in model.named_parameters():
         stored = theirs.get_parameter(where)
-        if not isinstance(x, Nf4Weight):
+        if not isinstance(x, PackedWeight):
             assert x.equal(stored)
             continue
         state = stored.quant_state
-        assert x.raw.nibbles.equal(stored.data.flatten()) and x.raw.scales.equal(state.absmax.view(torch.uint8))
+        assert x.raw.codes.equal(stored.data.flatten()) and x.raw.scales.equal(state.absmax.view(torch.uint8))
         assert x.dense().equal(dequantize_4bit(stored.data, state))
 
 
@@ -321,8 +321,8 @@ EXPERTS = {
 def test_routers_of_linears_stay_dense_and_get_no_adapters(family: str) -> None:
     config = tiny_config(family, hidden_size=64, **EXPERTS[family])
     model = build_to_train(config)
-    quantize_layers(model)
-    dense = {name for name, x in model.named_parameters() if ".layers." in name and not isinstance(x, Nf4Weight)}
+    pack_layers(model)
+    dense = {name for name, x in model.named_parameters() if ".layers." in name and not isinstance(x, PackedWeight)}
     routers = {name for name in dense if ".router." in name}
     assert routers and all("router" in name or "norm" in name or "bias" in name for name in dense)
     assert not any(".router" in name for name in find_targets(config).linears)
@@ -337,10 +337,10 @@ def test_experts_in_four_bits_train_as_the_same_numbers_in_32_do(family: str, wo
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     model = build_to_train(config)
-    quantize_layers(model)
+    pack_layers(model)
     weights.materialize(model, torch.device("cpu"))
     weights.load(model, tmp_path / "model")
-    numbers = {name: x for name, x in model.named_parameters() if isinstance(x, Nf4Weight)}
+    numbers = {name: x for name, x in model.named_parameters() if isinstance(x, PackedWeight)}
     assert any("experts" in name for name in numbers)
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, x in numbers.items():
@@ -369,10 +369,10 @@ def test_a_model_with_weights_is_quantized_in_place() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).requires_grad_(False)
     before = {name: x.clone() for name, x in model.named_parameters()}
-    quantize_layers(model)
+    pack_layers(model)
     for name, x in model.named_parameters():
-        if isinstance(x, Nf4Weight):
-            assert x.dense().equal(Nf4Weight.quantize(before[name]).dense())
+        if isinstance(x, PackedWeight):
+            assert x.dense().equal(nf4.quantize(before[name]).dense())
         else:
             assert x.equal(before[name]) and name.split(".")[-2] not in LINEARS
     assert model(input_ids=torch.arange(9)[None]).logits.isfinite().all()

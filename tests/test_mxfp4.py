@@ -3,23 +3,29 @@
 import json
 import pickle
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases import slow_except
 from programs import Ended, program
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from worlds import spawn
 
 from lightseq.architecture.family import resolve
-from lightseq.models import weight_files, weights
+from lightseq.cli import main as lightseq
+from lightseq.models import mxfp4, weight_files, weights
 from lightseq.models.build import build
+from lightseq.models.packed import PackedWeight
 from lightseq.models.presets import LLAMA3
 from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.packed_base import pack_layers
 from lightseq.tools.merged_weights import merge
 from lightseq.training.metrics import read_records
 
@@ -71,7 +77,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_value_is_read_exactly_and_only_a_ranks_experts_are(published: Path) -> None:
     source = resolve(LLAMA3, str(published / "packed"), False)
-    assert source.in_mxfp4 and not hasattr(source.config, "quantization_config")
+    assert source.stored_form == "mxfp4" and not hasattr(source.config, "quantization_config")
     model = build_to_train(source.config)
     model.to_empty(device="cpu")
     weights.load(model, published / "packed")
@@ -84,6 +90,68 @@ def test_every_value_is_read_exactly_and_only_a_ranks_experts_are(published: Pat
     with weight_files.open_tensors(files) as stored:
         part = stored(name)[1:3, 5:9, 2:7]
     assert part.dtype == torch.bfloat16 and torch.equal(part, plain[name][1:3, 5:9, 2:7])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_have_the_values_of_transformers(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (6, 40, 3, 16), generator=random, dtype=torch.uint8)
+    scales = torch.randint(0, 240, (6, 40, 3), generator=random, dtype=torch.uint8)
+    shape = torch.Size((6, 96, 40))
+    weight = PackedWeight(mxfp4.Mxfp4Bytes(codes.flatten(), scales.flatten()), shape, dtype, shape)
+    wanted = convert_moe_packed_tensors(codes, scales, dtype=dtype)
+    assert weight.equal(wanted) and weight.dense().is_contiguous()
+    for first, last in ((0, 1), (2, 6), (3, 3)):
+        assert isinstance(weight[first:last], PackedWeight) and weight[first:last].equal(wanted[first:last])
+
+
+@pytest.mark.parametrize(("world", "flags"), slow_except([(2, "--bf16")], product((1, 2, 3), ("", "--bf16"))))
+def test_experts_in_their_own_bytes_train_as_in_bfloat16(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, flags: str
+) -> None:
+    pytest.importorskip("peft")
+    data = np.random.default_rng(3).integers(3, 64, (3, 43)).tolist()
+    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": data}))
+    words = (
+        f"--model_name_or_path {published}/packed --data_path {tmp_path}/data.pkl --model_max_length 43 --optim sgd "
+        f"--learning_rate 1 --lr_scheduler_type constant --lora_rank 2 {flags} "
+        f"--lora_target_parameters experts.gate_up_proj,experts.down_proj"
+    )
+    packed = f"{words} --load_in_4bit True"
+    on, off = f"{packed} --output_dir {tmp_path}/on", f"{words} --output_dir {tmp_path}/off"
+    runs = [f"{on} --max_steps 2", f"{off} --max_steps 3", f"{on} --max_steps 3 --resume_from_checkpoint True"]
+    ends = spawn(world, runs_of, runs)[0]
+    assert all(end.status == 0 for end in ends), [end.err for end in ends]
+    assert "frozen experts in MXFP4 as stored" in ends[0].out and "are read as bfloat16" in ends[1].out
+    records = [read_records(tmp_path / name / "metrics.jsonl") for name in ("on", "off")]
+    losses = [[record["loss"] for record in each if "loss" in record] for each in records]
+    assert losses[0] == losses[1]
+    ours, wanted = (load_file(tmp_path / name / "checkpoint-3" / "adapter_model.safetensors") for name in ("on", "off"))
+    assert all(x.equal(ours[name]) for name, x in wanted.items())
+    assert not (tmp_path / "on" / "checkpoint-3" / "adapter_four_bits.json").exists()  # the values are the same
+    planned = []
+    for given in (packed, words):
+        plan = f"plan {given.replace('--bf16', '')} --bf16 --gpus 1 --offload none --json"
+        assert lightseq(plan.split()) == 0
+        planned.append(json.loads(capsys.readouterr().out)["parts"]["parameters"])
+    elements = 2 * EXPERTS * 3 * HIDDEN * INTERMEDIATE
+    assert planned[1] - planned[0] == elements * (2 - 17 / 32)
+
+
+def runs_of(rank: int, runs: list[str]) -> list[Ended]:
+    return [program(rank, "any", words) for words in runs]
+
+
+def test_only_experts_are_held_in_mxfp4(published: Path) -> None:
+    source = resolve(LLAMA3, str(published / "packed"), False)
+    model = build_to_train(source.config)
+    pack_layers(model, published / "packed")
+    weights.materialize(model, torch.device("cpu"))
+    weights.load(model, published / "packed")
+    plain = load_file(published / "plain" / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, PackedWeight) == name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        assert torch.equal(parameter, plain[name].float()), name
 
 
 def test_other_blocks_and_scales_stay_as_they_are(published: Path, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from worlds import spawn
 
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.kernels.grouped_products import grouped_product
-from lightseq.models import weights
-from lightseq.models.nf4 import Nf4Weight
-from lightseq.models.nf4_bytes import Nf4Bytes
+from lightseq.models import nf4, weights
+from lightseq.models.nf4 import Nf4Bytes
+from lightseq.models.packed import PackedWeight
 
 functional = pytest.importorskip("bitsandbytes.functional")
 SHAPES = ((300, 128), (2, 192), (5, 6, 64))  # rows that neither 2 nor 3 ranks share evenly; fewer rows than ranks
@@ -25,11 +25,11 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
 
 
-def single(weight: Tensor) -> Nf4Weight:
+def single(weight: Tensor) -> PackedWeight:
     """Returns a weight without double quantization."""
     nibbles, state = functional.quantize_4bit(weight, quant_type="nf4")
     scales, nested = state.absmax.view(torch.uint8), torch.empty(0)
-    return Nf4Weight(
+    return PackedWeight(
         Nf4Bytes(nibbles.flatten(), scales, nested, torch.tensor(0.0)), weight.shape, weight.dtype, weight.shape
     )
 
@@ -38,24 +38,24 @@ def single(weight: Tensor) -> Nf4Weight:
 def test_values_of_a_matrix_and_of_its_rows_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
     weight = drawn((300, 128), dtype)
     nibbles, state = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
-    ours, dense = Nf4Weight.quantize(weight), functional.dequantize_4bit(nibbles, state)
-    assert ours.raw.nibbles.equal(nibbles.flatten()) and ours.raw.scales.equal(state.absmax)
+    ours, dense = nf4.quantize(weight), functional.dequantize_4bit(nibbles, state)
+    assert ours.raw.codes.equal(nibbles.flatten()) and ours.raw.scales.equal(state.absmax)
     assert ours.raw.nested.equal(state.state2.absmax) and ours.raw.offset.equal(state.offset)
     assert ours.dense().equal(dense)
     nibbles, state = functional.quantize_4bit(weight, quant_type="nf4")
     assert single(weight)[77:240].dense().equal(functional.dequantize_4bit(nibbles, state)[77:240])
-    assert ours[77:240].dense().equal(dense[77:240]) and isinstance(ours[77:240], Nf4Weight)
+    assert ours[77:240].dense().equal(dense[77:240]) and isinstance(ours[77:240], PackedWeight)
     assert sum(part.nbytes for part in ours.raw.tensors) < 0.52 * weight.numel()
 
 
 @pytest.mark.compat
 def test_a_product_saves_no_dense_weight_and_has_the_gradient_of_one() -> None:
-    weight = nn.Parameter(Nf4Weight.quantize(drawn((300, 128))), requires_grad=False)
+    weight = nn.Parameter(nf4.quantize(drawn((300, 128))), requires_grad=False)
     x = drawn((10, 128)).view(2, 5, 128).requires_grad_()
     saved = list[Tensor]()
     with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = nn.functional.linear(x, weight)
-    assert [type(t) for t in saved if t.numel() == weight.numel()] == [Nf4Weight]
+    assert [type(t) for t in saved if t.numel() == weight.numel()] == [PackedWeight]
     y.sin().sum().backward()
     dense, again = weight.detach().dense(), x.detach().requires_grad_()
     nn.functional.linear(again, dense).sin().sum().backward()
@@ -64,11 +64,11 @@ def test_a_product_saves_no_dense_weight_and_has_the_gradient_of_one() -> None:
 
 
 def test_nothing_but_a_copy_writes_to_a_weight() -> None:
-    weight = Nf4Weight.quantize(drawn((300, 128)))
+    weight = nf4.quantize(drawn((300, 128)))
     with pytest.raises(ValueError, match="four bits"):
         weight.add_(1)
     weight.copy_(2 * drawn((300, 128)))
-    assert weight.dense().equal(Nf4Weight.quantize(2 * drawn((300, 128))).dense())
+    assert weight.dense().equal(nf4.quantize(2 * drawn((300, 128))).dense())
 
 
 def test_a_build_for_gpus_quantizes_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +77,9 @@ def test_a_build_for_gpus_quantizes_on_a_machine_without_one(monkeypatch: pytest
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", accelerator)
     dense = drawn((300, 128))
-    weight = Nf4Weight.empty(dense.shape, dense.dtype, dense.device)
+    weight = nf4.empty(dense.shape, dense.dtype, dense.device)
     weight.fill_rows(dense, 0)
-    assert weight.dense().equal(Nf4Weight.quantize(dense).dense())
+    assert weight.dense().equal(nf4.quantize(dense).dense())
 
 
 @pytest.mark.compat
@@ -91,7 +91,7 @@ def test_fsdp2_gathers_the_same_bits(world: int) -> None:
 def gathers(_rank: int) -> None:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for filled_later, quantize in ((False, Nf4Weight.quantize), (True, Nf4Weight.quantize), (False, single)):
+    for filled_later, quantize in ((False, nf4.quantize), (True, nf4.quantize), (False, single)):
         linears = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in SHAPES))
         whole = [quantize(drawn(shape)) for shape in SHAPES]
         for linear, weight in zip(linears, whole, strict=True):
@@ -119,15 +119,15 @@ def test_fsdp2_gathers_and_frees_copies_of_host_memory(world: int) -> None:
 
 
 def gathers_copies(_rank: int) -> None:
-    sent = Nf4Weight.fsdp_pre_all_gather
+    sent = PackedWeight.fsdp_pre_all_gather
 
-    def copied(self: Nf4Weight, mesh: Any) -> Any:  # FSDP2 copies shards to a GPU; a CPU is where they are
+    def copied(self: PackedWeight, mesh: Any) -> Any:  # FSDP2 copies shards to a GPU; a CPU is where they are
         copy = self.clone()
         copy.from_host = True
         return sent(copy, mesh)
 
-    Nf4Weight.fsdp_pre_all_gather = copied  # type: ignore[method-assign]
-    linear, whole = nn.Linear(128, 300, bias=False), Nf4Weight.quantize(drawn((300, 128)))
+    PackedWeight.fsdp_pre_all_gather = copied  # type: ignore[method-assign]
+    linear, whole = nn.Linear(128, 300, bias=False), nf4.quantize(drawn((300, 128)))
     linear.weight = nn.Parameter(whole, requires_grad=False)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     fully_shard(linear, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -136,7 +136,7 @@ def gathers_copies(_rank: int) -> None:
         found = linear.weight.raw
         assert all(a.equal(b) for a, b in zip(found.tensors, whole.raw.tensors, strict=True))
         linear.reshard()
-        assert not any(part.untyped_storage().nbytes() for part in (found.nibbles, found.scales))
+        assert not any(part.untyped_storage().nbytes() for part in (found.codes, found.scales))
     assert whole_tensor(linear.weight.detach()).equal(whole.dense())
 
 
@@ -146,15 +146,15 @@ def test_stacked_experts_have_the_values_of_bitsandbytes(dtype: torch.dtype) -> 
     dense = functional.dequantize_4bit(
         *functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
     ).view(weight.shape)
-    ours = Nf4Weight.quantize(weight)
-    assert ours.dense().equal(dense) and ours[1:4].dense().equal(dense[1:4]) and isinstance(ours[1:4], Nf4Weight)
+    ours = nf4.quantize(weight)
+    assert ours.dense().equal(dense) and ours[1:4].dense().equal(dense[1:4]) and isinstance(ours[1:4], PackedWeight)
     assert ours[2].equal(dense[2]) and ours.transpose(1, 2).equal(dense.transpose(1, 2))
 
 
 def linear_and_experts() -> list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]:
     linear = nn.Linear(128, 300, bias=False)
-    linear.weight = nn.Parameter(Nf4Weight.quantize(drawn((300, 128))), requires_grad=False)
-    experts = nn.Parameter(Nf4Weight.quantize(drawn((3, 40, 128))), requires_grad=False)
+    linear.weight = nn.Parameter(nf4.quantize(drawn((300, 128))), requires_grad=False)
+    experts = nn.Parameter(nf4.quantize(drawn((3, 40, 128))), requires_grad=False)
     ends = torch.tensor([4, 4, 10], dtype=torch.int32)
     return [(linear.weight, linear.forward), (experts, lambda x: grouped_product(x, experts, ends, False))]
 

@@ -23,13 +23,13 @@ from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
 from lightseq.models.decoder import decoder_layers
-from lightseq.models.nf4 import Nf4Weight, plain_tensors
+from lightseq.models.packed import PackedWeight, plain_tensors
 from lightseq.parallelize import parallelize
 from lightseq.parts.adapters import add_adapters, lora_from_config
 from lightseq.parts.changes import changes_of
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.parts.four_bits import quantize_layers
 from lightseq.parts.mlp import tile_mlps
+from lightseq.parts.packed_base import pack_layers
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.layer_costs import Treatment, layer_table
 from lightseq.plan.make_plan import can_fit, make_plan
@@ -83,7 +83,7 @@ def bytes_of_runs(_rank: int, name: str) -> list[tuple[str, int, int]]:
         model = build_to_train(MODELS[name]())
         add_adapters(model, lora_from_config(config, MODELS[name]()), torch.bfloat16)
         if config.load_in_4bit:
-            quantize_layers(model)
+            pack_layers(model)
         parallel = parallelize(model, config, dims, MemorySettings())
         weights.materialize(model, device, root=parallel.loss_model, dtype=torch.bfloat16)
         layer: Any = decoder_layers(model)[0]
@@ -105,20 +105,20 @@ def storages(parameters: Iterable[Tensor]) -> dict[int, int]:
 
 @pytest.mark.parametrize("tiled", [False, True])
 def test_no_more_dense_copies_are_alive_than_planned(tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, peak, dense = dict[int, int](), list[int](), Nf4Weight.dense
+    copies, peak, dense = dict[int, int](), list[int](), PackedWeight.dense
 
-    def counted(self: Nf4Weight) -> Tensor:
+    def counted(self: PackedWeight) -> Tensor:
         found = dense(self)
         copies[id(found)] = found.nbytes
         weakref.finalize(found, copies.pop, id(found))
         peak.append(sum(copies.values()))
         return found
 
-    monkeypatch.setattr(Nf4Weight, "dense", counted)
+    monkeypatch.setattr(PackedWeight, "dense", counted)
     config = parsed(IN_4_BITS)
     model = build_to_train(CONFIG)
     add_adapters(model, lora_from_config(config, CONFIG), torch.bfloat16)
-    quantize_layers(model)
+    pack_layers(model)
     layers = decoder_layers(model)
     ((_, keywords),) = layer_inputs(model, layers[:1], 8)
     layer = layers[:1]._apply(lambda x: torch.empty_like(x, device="cpu").requires_grad_(x.requires_grad))[0]

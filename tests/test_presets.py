@@ -232,11 +232,11 @@ def test_an_unsupported_architecture_is_refused(tmp_path: Path, fields: dict, li
 def test_quantized_weights_are_refused_by_their_format(tmp_path: Path) -> None:
     directory = save(tmp_path)
     file = Path(directory) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ValueError, match=r"has quantized weights \(fp8 in its config.json\); give a version"):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ValueError, match=r"has quantized weights \(awq in its config.json\); give a version"):
         resolve(LLAMA2, directory, random_init=False)
     fresh = resolve(LLAMA2, directory, random_init=True)
-    assert fresh.quantization == "fp8" and not hasattr(fresh.config, "quantization_config")
+    assert fresh.quantization == "awq" and not hasattr(fresh.config, "quantization_config")
 
 
 def test_theta_and_scaling_change_nothing_else() -> None:

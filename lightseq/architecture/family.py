@@ -11,10 +11,9 @@ from typing import Any, Final
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from lightseq.architecture.inspection import inspect_architecture
-from lightseq.models import bnb4
+from lightseq.models import bnb4, fp8_blocks, mxfp4
 from lightseq.models.decoder import text_config, with_text_settings
 from lightseq.models.hub import hub_error
-from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.presets import FAMILIES, ModelFamily
 from lightseq.parts.facts import heads_of
 
@@ -52,8 +51,8 @@ class ModelSource:
 
     config: PreTrainedConfig
     weights: Path | str | None
-    in_mxfp4: bool = False  # the weights; the config says nothing of it, because they become bfloat16
-    in_four_bits: bool = False  # the weights of linears in the files, by bitsandbytes, also if they are not loaded
+    stored_form: str | None = None  # of packed weights in the files, also if they are not loaded: nf4, fp8 or mxfp4
+    left_out: tuple[str, ...] = ()  # modules beside those in FP8
     quantization: str | None = None  # another format of the weights, which is not read
 
 
@@ -89,27 +88,29 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
 
 def _source(name: Path | str, weights: Path | str | None) -> ModelSource:
     config = _read_config(name)
-    in_mxfp4, in_four_bits, quantization = is_mxfp4(vars(config)), False, None
+    stored, quantization = mxfp4.METHOD if mxfp4.is_mxfp4(vars(config)) else None, None
+    left_out: tuple[str, ...] = ()
     if (settings := getattr(config, "quantization_config", None)) is not None:
         del config.quantization_config
         method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-        bits = bnb4.format_of(settings)
-        in_four_bits = bits == bnb4.READ_FORMAT
-        method = f"{method or bnb4.METHOD} in {bits}" if bits else method
-        quantization = None if in_mxfp4 or in_four_bits else method or "quantization_config"
-    has_weights = weights is not None
-    source = ModelSource(config, weights, in_mxfp4 and has_weights, in_four_bits, quantization)
+        bits, eight = bnb4.format_of(settings), fp8_blocks.format_of(settings)
+        readable = (form for form in (bits, eight) if form in (bnb4.READ_FORMAT, fp8_blocks.METHOD))
+        stored = stored or next(readable, None)
+        method = f"{method or bnb4.METHOD} in {bits}" if bits else eight or method
+        quantization = None if stored else method or "quantization_config"
+        left_out = fp8_blocks.modules_left_out(settings) if stored == fp8_blocks.METHOD else ()
+    source = ModelSource(config, weights, stored, left_out, quantization)
     if weights is not None:
         check_weights_are_not_quantized(source, str(name))
     return source
 
 
 def check_weights_are_not_quantized(source: ModelSource, name: str) -> None:
-    """Raises ValueError for weights in another quantized format than MXFP4 and NF4, which are read."""
+    """Raises ValueError for weights in another quantized format than MXFP4, FP8 and NF4, which are read."""
     if source.quantization is not None:
         raise ValueError(
             f"--model_name_or_path {name} has quantized weights ({source.quantization} in its config.json); give a "
-            "version in 16 or 32 bits, or in NF4 of bitsandbytes"
+            "version in 16 or 32 bits, in NF4 of bitsandbytes, or in FP8 in blocks of 128 x 128"
         )
 
 

@@ -31,7 +31,7 @@ from lightseq.models.decoder import text_config
 from lightseq.objectives.registry import objective_of
 from lightseq.parts import adapter_files, adapters
 from lightseq.parts.adapters import Lora
-from lightseq.parts.four_bits import FourBits
+from lightseq.parts.packed_base import PackedBase
 from lightseq.utils.files import read_json_object
 from lightseq.utils.formatting import first_line, plural
 
@@ -194,13 +194,13 @@ def check_model(
     config: TrainConfig,
     model: PreTrainedConfig,
     lora: Lora | None,
-    four_bits: FourBits | None = None,
+    packed_base: PackedBase | None = None,
 ) -> tuple[str, ...]:
     """Returns notes on the model of a resumed run. Raises ValueError with the first setting that differs."""
     if lora is None:
         differences = _model_differences(directory, model)
     else:
-        differences = _adapter_differences(directory, config, model, lora, four_bits)
+        differences = _adapter_differences(directory, config, model, lora, packed_base)
     if (difference := next(differences, None)) is not None:
         name, before, now = difference
         raise ValueError(
@@ -226,7 +226,7 @@ def _model_differences(directory: Path, model: PreTrainedConfig) -> Iterator[tup
 
 
 def _adapter_differences(
-    directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora, four_bits: FourBits | None
+    directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora, packed_base: PackedBase | None
 ) -> Iterator[tuple[str, Any, Any]]:
     saved = _adapter_config(directory)
     rank, alpha = saved.get("r", lora.rank), saved.get("lora_alpha", lora.alpha)
@@ -241,7 +241,7 @@ def _adapter_differences(
         before, now = (each if isinstance(each, str) else ",".join(sorted(each)) for each in (found, wanted))
         if before != now:
             yield f"lora_target_{name}", before or "none", now or "none"
-    before, now = map(_kind_of_bits, (adapter_files.read_four_bits(directory), four_bits))
+    before, now = map(_kind_of_bits, (adapter_files.read_packed_base(directory), packed_base))
     if before != now:
         yield "base weights in", before, now
     both = adapter_files.read_rope(directory), adapter_files.changed_rope(config, model)
@@ -250,10 +250,10 @@ def _adapter_differences(
         yield "rope_parameters", before, now
 
 
-def _kind_of_bits(bits: FourBits | None) -> str:
-    if bits is None:
+def _kind_of_bits(bits: PackedBase | None) -> str:
+    if bits is None or bits.is_exact:
         return "16 or 32 bits"
-    return "NF4 as their files store it" if bits.in_files else "NF4 by --load_in_4bit True"
+    return f"{bits.words} as their files store it" if bits.in_files else f"{bits.words} by --load_in_4bit True"
 
 
 def _base_model_note(directory: Path, config: TrainConfig) -> tuple[str, ...]:

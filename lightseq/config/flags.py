@@ -201,7 +201,9 @@ class AdapterConfig:
         None, "Weights of stacked experts that get an adapter, such as mlp.experts.gate_up_proj,mlp.experts.down_proj."
     )
     load_in_4bit: bool = flag(
-        False, "Hold the frozen linear layers in four bits (QLoRA: NF4 with double quantization, as bitsandbytes has)."
+        False,
+        "Hold the frozen linear layers in four bits (QLoRA: NF4 with double quantization, as bitsandbytes has), or "
+        "only gpt-oss's experts, in the MXFP4 of its files.",
     )
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightseq.distributed.parallel_dims import local_part
 from lightseq.memory.pinned import PinnedMemory, empty_pageable
-from lightseq.models.nf4 import plain_tensors
+from lightseq.models.packed import plain_tensors
 
 MIN_BYTES = 1 << 20  # smaller tensors stay on the device; copying them is not worth it
 IN_FLIGHT = 2  # offloaded layers with tensors on the device: one that computes, one that is copied

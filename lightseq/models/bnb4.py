@@ -8,14 +8,14 @@ import json
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from types import EllipsisType
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
-from lightseq.models.nf4 import Nf4Weight
-from lightseq.models.nf4_bytes import BLOCK, NESTED_BLOCK, SCALE, Nf4Bytes, dynamic_map
+from lightseq.models import nf4
+from lightseq.models.nf4 import BLOCK, NESTED_BLOCK, SCALE, Nf4Bytes, dynamic_map, scale_bytes
+from lightseq.models.packed import PackedWeight
+from lightseq.models.packed_slice import PackedSlice
 
 METHOD: Final = "bitsandbytes"  # in quantization_config of config.json
 READ_FORMAT: Final = "nf4"
@@ -47,8 +47,10 @@ def weights_in(names: Mapping[str, Any]) -> list[str]:
     return [name.removesuffix(FACTS) for name in names if name.endswith(FACTS)]
 
 
-class FourBitSlice:
-    """Slices of a weight in four bits, which has the methods of a safetensors slice."""
+class FourBitSlice(PackedSlice):
+    """Slices of a weight in four bits."""
+
+    WORDS = Nf4Bytes.WORDS
 
     def __init__(self, name: str, part: Callable[[str], Any]) -> None:
         """`part` returns the slice of a tensor in the files. Raises ValueError for another form of four bits."""
@@ -56,7 +58,7 @@ class FourBitSlice:
         facts = json.loads(bytes(part(name + FACTS)[...].tolist()))
         self._shape = torch.Size(facts["shape"])
         self._dtype = facts["dtype"].removeprefix("torch.")
-        self.is_double = "nested_blocksize" in facts
+        self._is_double = "nested_blocksize" in facts
         self._offset = float(facts.get("nested_offset", 0))
         if len(self._shape) == 2 and self._shape[1] % BLOCK:
             raise ValueError(
@@ -74,29 +76,30 @@ class FourBitSlice:
     def get_dtype(self) -> str:
         return DTYPES[self._dtype]
 
-    def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor:
-        """Returns some of the matrix: rows stay in four bits."""
+    def empty(self, dtype: torch.dtype, device: torch.device) -> PackedWeight:
+        return nf4.empty(self._shape, dtype, device, self._is_double)
+
+    def packed(self) -> PackedWeight:
         raw = Nf4Bytes(
             self._part(self._name)[...].flatten().view(torch.uint8),
             self._part(self._name + SCALES)[...].view(torch.uint8),
-            self._part(self._name + NESTED)[...] if self.is_double else torch.empty(0, dtype=SCALE),
+            self._part(self._name + NESTED)[...] if self._is_double else torch.empty(0, dtype=SCALE),
             torch.tensor(self._offset, dtype=SCALE),
         )
         self._check(raw)
-        whole = Nf4Weight(raw, self._shape, getattr(torch, self._dtype), self._shape)
-        return whole if place is ... else whole[place]
+        return PackedWeight(raw, self._shape, getattr(torch, self._dtype), self._shape)
 
     def _check(self, raw: Nf4Bytes) -> None:
         """Raises ValueError for tables or sizes that are not those of NF4."""
         from bitsandbytes.functional import get_4bit_type
 
         elements = prod(self._shape)
-        sizes = (elements // 2, raw.scale_bytes(elements))
-        nested = -(-elements // (BLOCK * NESTED_BLOCK)) if self.is_double else 0
-        if (len(raw.nibbles), len(raw.scales), len(raw.nested)) != (*sizes, nested):
+        sizes = (elements // 2, scale_bytes(elements, self._is_double))
+        nested = -(-elements // (BLOCK * NESTED_BLOCK)) if self._is_double else 0
+        if (len(raw.codes), len(raw.scales), len(raw.nested)) != (*sizes, nested):
             raise ValueError(f"{self._name} and its scales do not fit its shape {[*self._shape]}; {AGAIN}")
         tables = [(TABLE, get_4bit_type("nf4", device="cpu"))]
-        tables += [(NESTED_TABLE, dynamic_map(torch.device("cpu")))] if self.is_double else []
+        tables += [(NESTED_TABLE, dynamic_map(torch.device("cpu")))] if self._is_double else []
         for end, table in tables:
             if not torch.equal(self._part(self._name + end)[...], table):
                 raise ValueError(f"{self._name}{end} is not the table of NF4; {AGAIN}")

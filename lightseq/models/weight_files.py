@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightseq.models import bnb4, mxfp4
+from lightseq.models import bnb4, fp8_blocks, mxfp4
 from lightseq.utils.files import open_regular, read_json
 from lightseq.utils.formatting import first_line, is_plain_name
 
@@ -60,8 +60,13 @@ def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
             file, names = files[name], names_in(files[name])
             part = partial(beside, file)
             if name + mxfp4.BLOCKS in names and name not in names:
-                return mxfp4.PackedSlice(part(name + mxfp4.BLOCKS), part(name + mxfp4.SCALES))
-            return bnb4.FourBitSlice(name, part) if is_in_four_bits(file, name) else opened[file].get_slice(name)
+                return mxfp4.Mxfp4Slice(part(name + mxfp4.BLOCKS), part(name + mxfp4.SCALES))
+            if is_in_four_bits(file, name):
+                return bnb4.FourBitSlice(name, part)
+            found, scales = opened[file].get_slice(name), name + fp8_blocks.SCALES
+            if found.get_dtype() == fp8_blocks.CODES and is_there(file, scales) and (dtype := dtype_in(file.parent)):
+                return fp8_blocks.Fp8Slice(name, found, part(scales), dtype)
+            return found
 
         def beside(file: Path, name: str) -> Any:
             """Returns a tensor of a file, or of another one of the same model."""
@@ -70,8 +75,14 @@ def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
             return opened[found].get_slice(name)
 
         def is_in_four_bits(file: Path, name: str) -> bool:
-            facts = name + bnb4.FACTS
-            return facts in held[file] or (not (file.parent / WEIGHTS).is_file() and facts in weight_map(file.parent))
+            return is_there(file, name + bnb4.FACTS)
+
+        def is_there(file: Path, name: str) -> bool:
+            return name in held[file] or (not (file.parent / WEIGHTS).is_file() and name in weight_map(file.parent))
+
+        @cache
+        def dtype_in(directory: Path) -> str | None:
+            return fp8_blocks.dtype_in(directory)
 
         @cache
         def weight_map(directory: Path) -> dict[str, str]:
@@ -82,16 +93,20 @@ def open_tensors(files: Mapping[str, Path]) -> Iterator[Callable[[str], Any]]:
 
 
 def tensor_files(directory: Path, remedy: str) -> dict[str, Path]:
-    """Returns the file of each tensor by name, and of a weight in MXFP4 or in four bits the file of its blocks.
+    """Returns the file of each tensor by name, and of a weight in MXFP4, FP8 or four bits the file of its blocks.
 
     An index beside a single file is not read, as in transformers. Raises ValueError for missing files.
     """
-    return mxfp4.join_packed(bnb4.join_parts(_stored_files(directory, remedy)), directory)
+    files = fp8_blocks.join_scales(bnb4.join_parts(_stored_files(directory, remedy)), directory)
+    return mxfp4.join_packed(files, directory)
 
 
-def has_four_bits(directory: Path) -> bool:
-    """Returns whether files have weights that bitsandbytes has stored in four bits."""
-    return bool(bnb4.weights_in(_stored_files(directory, "copy it again")))
+def stored_form(directory: Path) -> str | None:
+    """Returns the packed form that files have weights in: `nf4` of bitsandbytes, or `fp8`; None without such."""
+    files = _stored_files(directory, "copy it again")
+    if bnb4.weights_in(files):
+        return bnb4.READ_FORMAT
+    return fp8_blocks.METHOD if fp8_blocks.weights_in(files) and fp8_blocks.dtype_in(directory) else None
 
 
 def _stored_files(directory: Path, remedy: str) -> dict[str, Path]:

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from lightseq.distributed.parallel_dims import whole_tensor
+from lightseq.distributed.parallel_dims import local_part, whole_tensor
 from lightseq.models.build import constructed_buffers
 from lightseq.models.decoder import has_towers, text_config, ties_embeddings
 from lightseq.models.hub import download
-from lightseq.models.nf4 import Nf4Weight
+from lightseq.models.packed import PackedWeight
+from lightseq.models.packed_slice import PackedSlice
 from lightseq.models.published_layout import PublishedLayout, layout_of_files, publish
 from lightseq.models.stored_tensors import StoredTensors, float_dtypes
 from lightseq.models.tokenizer_files import PROCESSOR_FILES, copy_files, copy_tokenizer
@@ -44,7 +45,7 @@ def fill(parameter: nn.Parameter, read: Callable[[tuple[slice, ...]], Tensor]) -
     A weight in four bits reads the whole tensor, because all its rows share one offset.
     """
     local, place = local_part_and_slices(parameter)
-    if isinstance(local, Nf4Weight):
+    if isinstance(local, PackedWeight):
         local.fill_rows(read(tuple(map(slice, local.whole))), place[0].start)
     elif local.numel():
         local.copy_(read(place))
@@ -59,6 +60,11 @@ def local_part_and_slices(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]
     else:
         shape, offset, local = tuple(data.shape), (0,) * data.ndim, data
     return local, tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def is_packed(parameter: Tensor) -> bool:
+    """Returns whether a parameter, or a rank's part of it, is in fewer bits than it computes in."""
+    return isinstance(local_part(parameter.detach()), PackedWeight)
 
 
 def global_shape(parameter: Tensor) -> tuple[int, ...]:
@@ -156,6 +162,8 @@ def load(model: PreTrainedModel, source: Path | str, fill: FillParameter = fill)
             if conversion is None:
                 found = stored(layout.renamed[name])
                 shape, read = tuple(found.get_shape()), found.__getitem__
+                if isinstance(found, PackedSlice) and is_packed(tensor):  # MXFP4 is else read as a dense weight
+                    read = found.packed().__getitem__
             else:
                 if name not in converted:
                     try:

@@ -18,12 +18,12 @@ from lightseq.models.tokenizer_files import PROCESSOR_FILES, copy_files, copy_to
 from lightseq.models.weight_files import open_safetensors, open_tensors, save_tensors
 from lightseq.models.weights import FillParameter, fill, global_shape, without_nan
 from lightseq.parts.adapters import Lora, lora_parameters, peft_config
-from lightseq.parts.four_bits import FourBits
+from lightseq.parts.packed_base import FORMS, PackedBase
 from lightseq.utils.files import read_json_object
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROPE_FILE: Final = "adapter_rope.json"  # RoPE settings that a run changed; peft's files cannot hold them
-BITS_FILE: Final = "adapter_four_bits.json"  # how a run held the base weights, if in four bits
+BITS_FILE: Final = "adapter_four_bits.json"  # how a run held the base weights, if packed
 ROPE_SETTINGS: Final = ("rope_parameters", "max_position_embeddings")
 # Keys of peft's adapter_config.json. These say where adapters are (as the file of tensors does), how they were trained,
 # or configure an initialization that `init_lora_weights` names.
@@ -101,17 +101,17 @@ def save(
     base: str,
     tokenizer_from: Path | None,
     rope: Mapping[str, Any] | None,
-    four_bits: FourBits | None = None,
+    packed_base: PackedBase | None = None,
 ) -> None:
-    """Writes whole adapter tensors for `PeftModel.from_pretrained`, and `rope` and `four_bits` in their own files."""
+    """Writes whole adapter tensors for `PeftModel.from_pretrained`, and `rope` and `packed_base` in their own files."""
     tensors = {_name_in_file(name): x.contiguous() for name, x in whole}
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, directory / WEIGHTS)
     peft_config(lora, base_model_name(base)).save_pretrained(str(directory))
     if rope is not None:
         (directory / ROPE_FILE).write_text(json.dumps(rope, indent=2) + "\n")
-    if four_bits is not None:
-        (directory / BITS_FILE).write_text(json.dumps(asdict(four_bits), indent=2) + "\n")
+    if packed_base is not None and not packed_base.is_exact:
+        (directory / BITS_FILE).write_text(json.dumps(asdict(packed_base), indent=2) + "\n")
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, directory)
         copy_files(PROCESSOR_FILES, tokenizer_from, directory)
@@ -180,18 +180,19 @@ def read_rope(directory: Path) -> dict[str, Any] | None:
     return found
 
 
-def read_four_bits(directory: Path) -> FourBits | None:
-    """Returns how the base weights of an adapter were held, if in four bits. Raises ValueError for unknown facts."""
+def read_packed_base(directory: Path) -> PackedBase | None:
+    """Returns how the base weights of an adapter were held, if packed. Raises ValueError for unknown facts."""
     path = directory / BITS_FILE
     if not path.is_file():
         return None
     try:
-        found = FourBits(**read_json_object(path))
+        found = PackedBase(**read_json_object(path))
         known = isinstance(found.in_files, bool) and isinstance(getattr(torch, found.dtype), torch.dtype)
+        known = known and found.form in FORMS
     except (TypeError, AttributeError):
         known = False
     if not known:
-        raise ValueError(f"{path} does not say how base weights were held in four bits; copy the adapter again")
+        raise ValueError(f"{path} does not say how base weights were held in fewer bits; copy the adapter again")
     return found
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as of_all_modules
 
-from lightseq.models.nf4 import Nf4Weight
+from lightseq.models.packed import PackedWeight
 
 # Packages whose forward passes, and wrappers around them such as autocast, are known.
 KNOWN_CODE: Final = ("torch", "transformers", "accelerate", "peft", "trl", "liger_kernel", "lightseq")
@@ -82,7 +82,7 @@ def linear_change(module: Any) -> str | None:
         return f"is a {kind.__module__}.{kind.__qualname__}"
     for x in (module.weight, module.bias):
         local = x._local_tensor if isinstance(x, DTensor) else x
-        if local is not None and type(local) not in (Tensor, nn.Parameter, Nf4Weight):
+        if local is not None and type(local) not in (Tensor, nn.Parameter, PackedWeight):
             return f"has weights of the class {type(local).__name__}"
     return product_change(module)
 

@@ -31,6 +31,7 @@ from lightseq.plan.plan import (
 from lightseq.plan.rates import PROCESS_BYTES
 from lightseq.plan.run import PlannedRun, planned_run
 from lightseq.plan.step_time import WAITING
+from lightseq.plan.weights import holds_packed
 from lightseq.utils.formatting import check_names
 
 STATE_STEPS = 8  # steps in the number of layers with state on the GPU that `--offload auto` tries first
@@ -142,7 +143,7 @@ def _expert_sizes(run: PlannedRun) -> list[int]:
     if config.expert_parallel_size is not None:
         return [config.expert_parallel_size]
     counts = {layer.experts.count for layer in run.architecture.kinds if layer.experts}
-    splits = config.deepspeed is None and config.fsdp_mode == "full_shard" and not config.load_in_4bit
+    splits = config.deepspeed is None and config.fsdp_mode == "full_shard" and not holds_packed(run.model, config)
     if not counts or not splits or any(count % hardware.gpus for count in counts):
         return [1]
     ranks = hardware.ranks_per_host

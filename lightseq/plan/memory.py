@@ -243,14 +243,14 @@ def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
 
 def _unpacked_bytes(run: PlannedRun, layer: Layer, action: str, point: str) -> float:
     """Returns the bytes of dense copies of the weights that are read at a point of a layer's backward pass."""
-    held = run.weights.layers[layer.place]
-    if not held.dense:
+    held, experts = run.weights.layers[layer.place], run.weights.experts[layer.place]
+    if not held.dense and not experts.dense:
         return 0.0
     read = run.costs(layer, "full" if action in RECOMPUTED else None).weights_read
     elements = read[point] if not run.config.tiles_layers else max(read.values())
     if run.config.tiles_layers and point == ATTENTION:  # projections of a slice of heads, and that of its output
         elements = layer.projections // run.head_slices + layer.hidden * layer.attention_width
-    return held.dense / layer.linears * elements
+    return (held.dense / layer.linears or run.itemsize) * elements  # or experts alone are packed
 
 
 def _finished_gradients(run: PlannedRun, group: int) -> float:

@@ -77,8 +77,6 @@ DIVERGENCE_PASSES = 30  # passes over float32 logits by both models' share of a 
 # Bytes to cast and split weights, per byte gathered, and to cast and join gradients, per trained parameter (traces: 22
 # per trained parameter with two gathers in bfloat16).
 GATHER_COPIES, REDUCE_COPIES = 4.0, 6.0
-# Bytes per weight in four bits to make float32 scales for its dense copy: a scale for 64 is written, shifted and read.
-UNPACKED_SCALES = 4 * 4 / 64
 # Bytes per parameter and update: counted; adamw_torch scaled from the fused one by its time (11.9 against 5.1 ms).
 OPTIMIZER_BYTES = {"adamw_torch_fused": 28, "adamw_torch": 65, "adamw_8bit": 16, "adamw_torch_8bit": 16, "sgd": 12}
 NORM_BYTES, CLIP_BYTES = 4.0, 8.0  # per gradient: the norm reads it, clipping reads and writes it

@@ -22,12 +22,8 @@ def weights_of_products(run: PlannedRun) -> float:
 
 def unpacked_bytes(run: PlannedRun) -> float:
     """Returns the bytes that a pass moves to make dense copies of weights for products."""
-    held = run.weights.total
-    if not held.dense:
-        return 0.0
-    elements = held.dense / run.itemsize
-    moved = held.packed + held.dense + rates.UNPACKED_SCALES * elements
-    return moved / run.architecture.linears * weights_of_products(run)
+    moved = run.weights.total.unpacked
+    return moved / run.architecture.linears * weights_of_products(run) if moved else 0.0
 
 
 def weight_copies(run: PlannedRun) -> float:

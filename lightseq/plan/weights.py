@@ -12,11 +12,11 @@ from transformers import PreTrainedConfig
 
 from lightseq.config.train_config import TrainConfig
 from lightseq.models.decoder import decoder_layers, float32_parameters
-from lightseq.models.nf4 import plain_tensors
+from lightseq.models.packed import plain_tensors
 from lightseq.parts.adapters import Lora, add_adapters
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.experts import experts_modules
-from lightseq.parts.four_bits import quantize_layers
+from lightseq.parts.packed_base import is_marked, pack_layers
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Weights:
     gathered: int = 0  # on a rank while their unit runs, beside shards on the GPU ...
     fetched: int = 0  # ... and with shards in host memory
     trained: int = 0  # elements of those that get a gradient
-    packed: int = 0  # before sharding, of weights that operators read as dense copies
-    dense: int = 0  # of these copies
+    dense: int = 0  # before sharding, of the dense copies that operators read of packed weights
+    unpacked: int = 0  # read and written to make dense copies
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
@@ -49,6 +49,11 @@ class HeldWeights:
     @cached_property
     def total(self) -> Weights:
         return _sum((*self.layers, *self.experts, self.ends))
+
+
+def holds_packed(model: PreTrainedConfig, config: TrainConfig) -> bool:
+    """Returns whether a run holds frozen weights in fewer bits than they compute in."""
+    return config.load_in_4bit or (config.lora_rank is not None and is_marked(model))
 
 
 def held_weights(model: PreTrainedConfig, config: TrainConfig, lora: Lora | None, shards: int) -> HeldWeights:
@@ -74,8 +79,8 @@ def _units_of(model_config: PreTrainedConfig, config: TrainConfig, lora: Lora | 
     """Returns the parameters of each layer, without its experts and of its experts, and at the end all others."""
     dtype, model = getattr(torch, config.compute_dtype), build_to_train(model_config)
     add_adapters(model, lora, dtype)
-    if config.load_in_4bit:
-        quantize_layers(model)
+    if holds_packed(model_config, config):
+        pack_layers(model)
     in_float32 = float32_parameters(model) if dtype is not torch.float32 else ()
     whole = {id(model.get_parameter(name)) for name in in_float32}
     left, units = {id(x): x for x in model.parameters()}, list[list[_Parameter]]()
@@ -94,7 +99,8 @@ def _units_of(model_config: PreTrainedConfig, config: TrainConfig, lora: Lora | 
 
 
 def _weights_of(parameter: nn.Parameter, dtype: torch.dtype, is_sharded: bool, shards: int) -> Weights:
-    weight, trained = parameter.detach(), parameter.numel() * parameter.requires_grad
+    weight: Any = parameter.detach()
+    trained = parameter.numel() * parameter.requires_grad
     if not is_sharded or not weight.numel():
         return Weights(stored=weight.nbytes, trained=trained)
     rows = -(-len(weight) // shards)
@@ -102,15 +108,15 @@ def _weights_of(parameter: nn.Parameter, dtype: torch.dtype, is_sharded: bool, s
         elements = rows * weight[0].numel()
         gathered = shards * elements * dtype.itemsize
         return Weights(elements * weight.itemsize, gathered, gathered, trained)
-    shard: Any = weight[:rows]
+    shard = weight[:rows]
     sent, _ = shard.fsdp_pre_all_gather(SimpleNamespace(size=lambda: shards))
     return Weights(
         stored=(stored := _bytes(plain_tensors(shard))),
         gathered=(gathered := shards * _bytes(sent)),
         fetched=max(gathered, stored),  # one rank gathers nothing, and needs a copy of its shard
         trained=trained,
-        packed=_bytes(plain_tensors(weight)),
-        dense=weight.numel() * dtype.itemsize,
+        dense=(dense := weight.numel() * dtype.itemsize),
+        unpacked=_bytes(plain_tensors(weight)) + dense + int(weight.raw.UNPACKED * weight.numel()),
     )
 
 

@@ -1,4 +1,4 @@
-"""Weights of a base model as an adapter was trained on them: as its files have them, or dequantized from four bits."""
+"""Weights of a base model as an adapter was trained on them: as its files have them, or dequantized."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from lightseq.models.nf4 import Nf4Weight
+from lightseq.models import bnb4, nf4
+from lightseq.models.packed import PackedWeight
 from lightseq.models.published_layout import layout_of_files
-from lightseq.models.weight_files import has_four_bits, tensor_files
+from lightseq.models.weight_files import stored_form, tensor_files
 from lightseq.models.weights import base_parameters
-from lightseq.parts.adapter_files import read_four_bits
+from lightseq.parts.adapter_files import read_packed_base
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.parts.four_bits import FourBits, check_package, weights_to_quantize
+from lightseq.parts.packed_base import PackedBase, bits_of, check_package, weights_to_quantize
 
 FLAG: Final = "--keep_16_bits"
 
@@ -23,8 +24,8 @@ FLAG: Final = "--keep_16_bits"
 class BaseWeights:
     """Base weights to merge an adapter into."""
 
-    in_files: bool  # files have weights in four bits
-    four_bits: FourBits | None  # of the run, if the adapter was trained on weights in four bits
+    stored: str | None  # form of packed weights in the files
+    packed_base: PackedBase | None  # of the run, if the adapter was trained on packed weights
     quantized: frozenset[str] = frozenset()  # names in the files of weights that the run quantized on loading
 
     def read(self, name: str, stored: Any) -> tuple[Tensor, torch.dtype]:
@@ -33,19 +34,23 @@ class BaseWeights:
         It has that dtype, or a wider one in which the run computed.
         """
         found = stored[...]
-        dtype, trained = found.dtype, found.dtype if self.four_bits is None else getattr(torch, self.four_bits.dtype)
-        if isinstance(found, Nf4Weight):
+        dtype, trained = (
+            found.dtype,
+            found.dtype if self.packed_base is None else getattr(torch, self.packed_base.dtype),
+        )
+        if isinstance(found, PackedWeight):
             found = found.like(found.raw, dtype=trained).dense()
         elif name in self.quantized:
             # GPUs may sum the scales in another order than CPUs, and the run had its weights on one.
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            found = Nf4Weight.quantize(found.to(device, trained)).dense().cpu()
+            found = nf4.quantize(found.to(device, trained)).dense().cpu()
         return found.to(torch.promote_types(found.dtype, dtype)) if found.is_floating_point() else found, dtype
 
     @property
     def note(self) -> str:
         """Returns the end of a summary line."""
-        return ", with base weights as dequantized from four bits" if self.in_files or self.quantized else ""
+        form = self.stored or (bnb4.READ_FORMAT if self.quantized else None)
+        return f", with base weights as dequantized from {bits_of(form)}" if form else ""
 
 
 def find_base_weights(source: Path, adapter: Path, keep_16_bits: bool) -> BaseWeights:
@@ -53,24 +58,25 @@ def find_base_weights(source: Path, adapter: Path, keep_16_bits: bool) -> BaseWe
 
     Raises ValueError if the `source` does not have them.
     """
-    held, in_files = read_four_bits(adapter), has_four_bits(source)
-    if in_files:
-        check_package(f"{source} in four bits")
+    held, form = read_packed_base(adapter), stored_form(source)
+    if form:
+        if form == bnb4.READ_FORMAT:
+            check_package(f"{source} in four bits")
         if keep_16_bits:
-            raise ValueError(f"{FLAG}: {source} has its weights in four bits; give a base model in 16 bits")
+            raise ValueError(f"{FLAG}: {source} has its weights in {bits_of(form)}; give a base model in 16 bits")
     if held is None or keep_16_bits:
-        return BaseWeights(in_files, held)
-    if held.in_files != in_files:
-        stored = "stored in four bits" if held.in_files else "quantized from 16 or 32 bits on loading"
+        return BaseWeights(form, held)
+    if form != (held.form if held.in_files else None):
+        stored = f"stored in {held.bits}" if held.in_files else "quantized from 16 or 32 bits on loading"
         remedy = f", or add {FLAG}" if held.in_files else ""
         raise ValueError(
             f"{adapter} was trained on weights {stored}, but {source} has none such; give its base model with "
             f"--model_name_or_path{remedy}"
         )
-    if in_files:
-        return BaseWeights(in_files, held)
+    if form:
+        return BaseWeights(form, held)
     check_package(f"{adapter}, which was trained on weights in four bits,")
-    return BaseWeights(in_files, held, _quantized_on_loading(source))
+    return BaseWeights(None, held, _quantized_on_loading(source))
 
 
 def _quantized_on_loading(source: Path) -> frozenset[str]:

@@ -45,7 +45,7 @@ Change = LinearChange | ExpertsChange
 def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None, keep_16_bits: bool = False) -> str:
     """Writes base + scale · B·A in the dtype of the base model, and a config with the RoPE settings of the adapter.
 
-    The base has the values that the adapter was trained on, which may be dequantized from four bits, or with
+    The base has the values that the adapter was trained on, which may be dequantized, or with
     `keep_16_bits` those of its files. Returns a summary line.
     """
     settings, rope = read_config(adapter), read_rope(adapter)
@@ -69,7 +69,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None, keep_
         if (adapter / SETTINGS).is_file():  # it has a tokenizer of its own
             remove_chat_templates(output_dir)
         copy_tokenizer(adapter, output_dir)
-        is_packed = base.in_files or (
+        is_packed = base.stored is not None or (
             (source / "config.json").is_file() and is_mxfp4(read_json_object(source / "config.json"))
         )
         if rope is not None or is_packed:
@@ -86,7 +86,7 @@ def merge(adapter: Path, output_dir: Path, model_name_or_path: str | None, keep_
 def _write_config(source: Path, target: Path, rope: Mapping[str, Any], was_packed: bool) -> None:
     """Writes a config.json with the adapter's RoPE settings, if any, and without older keys that would override them.
 
-    Merged weights are no longer in MXFP4 or NF4, if the base's were.
+    Merged weights are no longer in MXFP4, FP8 or NF4, if the base's were.
     """
     found = read_json_object(source)
     if was_packed:
@@ -99,7 +99,7 @@ def _write_config(source: Path, target: Path, rope: Mapping[str, Any], was_packe
 
 
 def _write_index(source: Path, output_dir: Path) -> None:
-    """Writes the index of merged weights whose base was in MXFP4 or NF4, and had other names."""
+    """Writes the index of merged weights whose base was in MXFP4, FP8 or NF4, and had other names."""
     files = {name: file.name for name, file in tensor_files(source, REMEDY).items()}
     size = sum((output_dir / file).stat().st_size for file in set(files.values()))
     index = {"metadata": {"total_size": size}, "weight_map": files}

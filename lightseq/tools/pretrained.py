@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from lightseq.architecture.family import MODEL_CONFIGS, model_within
+from lightseq.models import fp8_blocks
 from lightseq.models.build import build, model_class
 from lightseq.models.decoder import float32_parameters, has_towers, text_config, with_text_settings
 from lightseq.models.hub import download, hub_error
@@ -15,7 +16,7 @@ from lightseq.models.mxfp4 import is_mxfp4
 from lightseq.models.weight_files import open_safetensors, tensor_files
 from lightseq.models.weights import GENERATION_CONFIG, load_or_refuse, materialize, refuse_nan
 from lightseq.parts import adapter_files
-from lightseq.parts.four_bits import check_package, round_to_four_bits
+from lightseq.parts.packed_base import check_package, round_to_four_bits
 from lightseq.utils.files import read_json_object
 from lightseq.utils.formatting import first_line
 
@@ -58,7 +59,7 @@ def _load_whole(directory: Path, device: torch.device, rope: Mapping[str, Any] |
     if rope:
         config = with_text_settings(config, rope)
     tensor_files(directory, "save the model as safetensors")
-    if is_mxfp4(vars(config)):
+    if is_mxfp4(vars(config)) or fp8_blocks.dtype_in(directory):
         del config.quantization_config
     if getattr(config, "quantization_config", None) is not None:
         model = _load_quantized(directory, config)
@@ -128,7 +129,7 @@ def _load_adapted(directory: Path, device: torch.device) -> Any:
     with open_safetensors(path) as file:
         stored = set(file.keys())
     model = _load_whole(find_base(directory), device, adapter_files.read_rope(directory))
-    bits = adapter_files.read_four_bits(directory)
+    bits = adapter_files.read_packed_base(directory)
     if bits is not None and not bits.in_files:
         check_package(f"{directory}, which was trained on weights in four bits,")
         round_to_four_bits(model, getattr(torch, bits.dtype))

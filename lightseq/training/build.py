@@ -51,7 +51,8 @@ def choose_memory_settings(
     On CPUs and under DeepSpeed the planner decides nothing, except with budgets of memory; then there is no plan.
     """
     config, plan = config.resolve_memory_flags(on_gpu=world.device.type == "cuda"), None
-    config = replace(config, load_in_4bit=inputs.four_bits is not None)  # also if the model's files have four bits
+    in_4_bits = inputs.packed_base is not None and inputs.packed_base.is_nf4
+    config = replace(config, load_in_4bit=in_4_bits)  # also if the model's files have four bits
     teacher = inputs.teacher and inputs.teacher.config
     if config.offload == "auto" or (world.device.type == "cuda" and inputs.deepspeed is None):
         earlier = earlier_plan(inputs.resume_from)

@@ -14,12 +14,12 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.distributed.parallel_dims import ParallelDims, parallel_dims
 from lightseq.distributed.world import World, check_devices
-from lightseq.models import hub
+from lightseq.models import hub, mxfp4
 from lightseq.models.decoder import has_towers
 from lightseq.models.presets import ModelFamily
 from lightseq.parts.adapters import Lora, lora_from_config, notes_on_targets
-from lightseq.parts.four_bits import FourBits
 from lightseq.parts.fp8 import check_fp8
+from lightseq.parts.packed_base import PackedBase, held_as_stored, mark
 from lightseq.training.setup_checks import (
     Notes,
     check_kernel,
@@ -42,7 +42,7 @@ class FoundModel:
     warnings: Notes
     lora: Lora | None = None
     unscaled: PreTrainedConfig | None = None  # the config without --rope_scaling, if that was given
-    four_bits: FourBits | None = None  # of the frozen weights
+    packed_base: PackedBase | None = None  # of the frozen weights
 
 
 def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundModel:
@@ -75,12 +75,16 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
             "--random_init: checkpoints will lack the weights of the image and audio encoders; to keep them, save a "
             "whole model with save_pretrained and train it without --random_init",
         )
-    if source.in_mxfp4:
+    form = held_as_stored(config, source.stored_form) if source.weights is not None else None
+    if source.stored_form == mxfp4.METHOD and source.weights is not None and form is None:
         warnings += (f"{config.model_name_or_path}: weights in MXFP4 are read as bfloat16; checkpoints have no MXFP4",)
-    four_bits, in_files = None, source.in_four_bits and source.weights is not None
-    if in_files or config.load_in_4bit:
-        four_bits = FourBits(in_files, config.compute_dtype)
-    return FoundModel(model_config, source.weights, tokenizer, dims, warnings, lora, unscaled, four_bits)
+    packed_base = None
+    if form is not None:
+        packed_base = PackedBase(True, config.compute_dtype, form)
+        mark(model_config, form, source.left_out)
+    elif config.load_in_4bit:
+        packed_base = PackedBase(False, config.compute_dtype)
+    return FoundModel(model_config, source.weights, tokenizer, dims, warnings, lora, unscaled, packed_base)
 
 
 def fetch_weights(model: FoundModel, world: World, verified: Path | None = None) -> Path | None:

@@ -23,13 +23,13 @@ from lightseq.memory.host_adamw import compute_updates_on
 from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
-from lightseq.models.nf4 import sharded_tensors
+from lightseq.models.packed import sharded_tensors
 from lightseq.objectives.registry import objective_of
 from lightseq.objectives.teacher import flags_for_teacher
 from lightseq.parallelize import ParallelModel, parallelize
 from lightseq.parts import adapters
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.parts.four_bits import quantize_layers
+from lightseq.parts.packed_base import pack_layers
 from lightseq.plan.plan import Plan
 from lightseq.training.engine import Update, fill_weights
 from lightseq.training.inputs import Inputs
@@ -61,8 +61,8 @@ class FsdpEngine:
         self._max_grad_norm = config.max_grad_norm
         self.model = build_to_train(inputs.model_config)
         adapters.add_adapters(self.model, inputs.lora, getattr(torch, config.compute_dtype))
-        if inputs.four_bits is not None:
-            quantize_layers(self.model, inputs.weights if inputs.four_bits.in_files else None)
+        if inputs.packed_base is not None:
+            pack_layers(self.model, inputs.weights if inputs.packed_base.in_files else None)
         parallel = on_all_ranks(world, lambda: parallelize(self.model, config, dims, memory))
         self.loss_model: nn.Module = parallel.loss_model
         self.context, self.offload, self.units = parallel.context, parallel.offload, parallel.units

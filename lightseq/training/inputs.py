@@ -44,7 +44,7 @@ from lightseq.objectives.registry import objective_of
 from lightseq.parts.adapter_files import check_start
 from lightseq.parts.adapters import Lora
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.parts.four_bits import FLAG, FourBits, check_four_bits, check_package
+from lightseq.parts.packed_base import FLAG, PackedBase, check_four_bits, check_package
 from lightseq.plan.document_lengths import DocumentLengths, document_lengths_of
 from lightseq.training.find_model import FoundModel, fetch_weights, find_model, tokenizer_directory
 from lightseq.training.find_teacher import FetchedTeacher, find_teacher
@@ -77,7 +77,7 @@ class Inputs:
     resume_point: ResumePoint = FRESH_START
     lora: Lora | None = None  # None: all weights are trained
     lora_adapter: Path | None = None  # to start from
-    four_bits: FourBits | None = None  # of the frozen weights
+    packed_base: PackedBase | None = None  # of the frozen weights
     teacher: FetchedTeacher | None = None  # of --objective distill
     documents: DocumentLengths | None = None  # None: rows are not packed
     tokenizer: Path | None = None  # directory of the tokenizer to save with checkpoints
@@ -140,7 +140,7 @@ def prepare(config: TrainConfig, family: ModelFamily, world: World, resume_point
         resume_point=resume_point,
         lora=model.lora,
         lora_adapter=Path(config.lora_adapter) if config.lora_adapter else None,
-        four_bits=model.four_bits,
+        packed_base=model.packed_base,
         teacher=teacher,
         documents=documents,
         tokenizer=tokenizer_directory(model, directory) if config.save_strategy != "no" else None,
@@ -164,8 +164,8 @@ def _check_adapters(config: TrainConfig, model: FoundModel, resume_from: Path | 
     """Raises ValueError if checkpoints would hold adapters of weights that no file has, or adapters cannot start."""
     if model.lora and config.lora_adapter and resume_from is None:
         check_start(Path(config.lora_adapter), model.lora)
-    if model.four_bits is not None:
-        _check_four_bits(config, model, model.four_bits)
+    if model.packed_base is not None:
+        _check_packed_base(config, model, model.packed_base)
     if model.lora and config.random_init and config.save_strategy != "no":
         given = f"--lora_rank {config.lora_rank}"
         raise ValueError(
@@ -174,13 +174,17 @@ def _check_adapters(config: TrainConfig, model: FoundModel, resume_from: Path | 
         )
 
 
-def _check_four_bits(config: TrainConfig, model: FoundModel, four_bits: FourBits) -> None:
-    given = f"--model_name_or_path {config.model_name_or_path} in four bits" if four_bits.in_files else FLAG
+def _check_packed_base(config: TrainConfig, model: FoundModel, packed_base: PackedBase) -> None:
+    given = f"--model_name_or_path {config.model_name_or_path} in {packed_base.bits}" if packed_base.in_files else FLAG
     if model.lora is None:
         raise ValueError(f"{given} has weights that do not train; add --lora_rank")
-    if four_bits.in_files:
+    if config.expert_ranks > 1:
+        raise ValueError(
+            f"--expert_parallel_size {config.expert_parallel_size} does not run with {given}; give 1, or other weights"
+        )
+    if packed_base.is_nf4:
         check_package(given)
-    else:
+    if not packed_base.in_files:
         check_four_bits(build_to_train(model.config))
 
 
@@ -191,7 +195,7 @@ def _check_checkpoint(
     if path is None:
         return ()
     resume.check_engine(path, deepspeed.name if deepspeed else None, world.size)
-    notes = check_model(path, config, model.config, model.lora, model.four_bits) + check_flags(path, config)
+    notes = check_model(path, config, model.config, model.lora, model.packed_base) + check_flags(path, config)
     return notes + changed_ranks_note(path, world)
 
 

@@ -81,7 +81,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
         f"{hardware(world.device)['device']}",
         **({"objective": objective} if (objective := str(trainer.objective)) else {}),
         "sequence": f"{c.model_max_length:,} tokens, {trainer.inputs.stream.sequences_per_step} a step",
-        "precision": f"{c.compute_dtype} compute, {_fp8(c)}{_four_bits(trainer)}float32 master weights",
+        "precision": f"{c.compute_dtype} compute, {_fp8(c)}{_packed_base(trainer)}float32 master weights",
         "schedule": str(trainer.context.schedule),
         "kernel": str(trainer.context.kernels),
         "transport": trainer.context.transport.name + (f" ({fallback_reason})" if fallback_reason else ""),
@@ -118,11 +118,12 @@ def _fp8(config: TrainConfig) -> str:
     return f"linear layers in FP8 ({config.fp8}{emulated}), " if config.fp8 else ""
 
 
-def _four_bits(trainer: Trainer) -> str:
-    found = trainer.inputs.four_bits
+def _packed_base(trainer: Trainer) -> str:
+    found = trainer.inputs.packed_base
     if found is None:
         return ""
-    return f"frozen linear layers in NF4{' as stored' if found.in_files else ''}, "
+    what = "experts" if found.is_exact else "linear layers"
+    return f"frozen {what} in {found.words}{' as stored' if found.in_files else ''}, "
 
 
 def _adapters(trainer: Trainer) -> str:

@@ -129,7 +129,7 @@ class Saving:
             base = self._config.model_name_or_path
             rope = adapter_files.changed_rope(self._config, self._inputs.model_config)
             adapter_files.save(
-                whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope, self._inputs.four_bits
+                whole, directory, self._inputs.lora, base, self._inputs.tokenizer, rope, self._inputs.packed_base
             )
         else:
             buffers = state_files.read_full_tensors(state, state_files.BUFFER)

@@ -18,11 +18,13 @@ from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import check_expert_size
 from lightseq.kernels.attention.tile_kernel_choice import why_unsupported
+from lightseq.models import bnb4
 from lightseq.models.presets import ModelFamily
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.expert_parallel import split_of
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.fp8 import check_hardware
+from lightseq.parts.packed_base import bits_of, held_as_stored, is_marked, mark
 from lightseq.plan.advice import changes_to_fit, faster_change, longest
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.document_lengths import read_document_lengths
@@ -71,15 +73,17 @@ def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequenc
     config = parse(training, PROGRAM, REQUIRED_BY_TOOLS)
     if config.deepspeed:
         raise ValueError(f"--deepspeed {config.deepspeed}: only FSDP2 can be planned; run train --max_steps 2 instead")
-    source = resolve(family, config.model_name, random_init=True)  # the architecture is enough
+    source, form = resolve(family, config.model_name, random_init=True), None  # the architecture is enough
     if not config.random_init:
         check_weights_are_not_quantized(source, config.model_name)
-        if source.in_four_bits and config.lora_rank is None:
-            raise ValueError(
-                f"--model_name_or_path {config.model_name} in four bits has weights that do not train; add --lora_rank"
-            )
-        config = replace(config, load_in_4bit=config.load_in_4bit or source.in_four_bits)
+        form = held_as_stored(config, source.stored_form)
+        if form is not None and config.lora_rank is None:
+            given = f"--model_name_or_path {config.model_name} in {bits_of(form)}"
+            raise ValueError(f"{given} has weights that do not train; add --lora_rank")
+        config = replace(config, load_in_4bit=config.load_in_4bit or form == bnb4.READ_FORMAT)
     model = apply_rope(source.config, config.rope_theta, config.rope_scaling, config.model_max_length)
+    if form is not None:
+        mark(model, form, source.left_out)
     check_layers(config, inspect_architecture(model))
     if config.packing != "none":
         check_packing(config.packing, model)
@@ -162,6 +166,7 @@ def _notes(family: ModelFamily, run: PlannedRun, may_offload: bool) -> list[str]
         ),
         "--deterministic is assumed to cost nothing": config.deterministic,
         "weights in four bits were measured on one GPU only": config.load_in_4bit and hardware.gpus > 1,
+        "weights in FP8 and MXFP4 were not measured": is_marked(run.model),
         "the reference kernel needs memory and time quadratic in a tile's length, which is not counted": (
             config.kernel_name == "reference"
         ),
