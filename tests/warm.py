@@ -11,10 +11,12 @@ from small import words, write_inputs
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from lightseq.training import train
+
 
 def warm_up() -> None:
-    """Runs one step of a program and of a model with adapters. Leaves random states and the environment as they were."""
-    environment, state = dict(os.environ), torch.get_rng_state()
+    """Runs one step of a program and of a model with adapters. Random state and environment stay as they were."""
+    environment, state, init_distributed = dict(os.environ), torch.get_rng_state(), train.init_distributed
     get_checkpoint_conversion_mapping("llama")
     with tempfile.TemporaryDirectory() as folder:
         files = write_inputs(Path(folder))
@@ -25,6 +27,7 @@ def warm_up() -> None:
     ids = torch.arange(8)[None]
     adapted(input_ids=ids, labels=ids).loss.backward()
     torch.set_rng_state(state)
+    train.init_distributed = init_distributed  # which `alone` replaces for good
     os.environ.clear()
     os.environ.update(environment)
 
