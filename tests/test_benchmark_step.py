@@ -381,6 +381,7 @@ def test_gemma_is_trained_by_lightseq_train_and_cut_with_its_windows(tmp_path: P
     assert [layer for layer, mixer in enumerate(found.attentions) if mixer.window is None] == [5, 11, 17, 23, 29]
 
 
+@pytest.mark.slow
 def test_peers_share_a_row_and_run_cudnn_only_where_these_take_the_model(tmp_path: Path) -> None:
     world = World(0, 2, 0, 2, torch.device("cuda"))
     llama, gemma = LlamaConfig.from_pretrained(save_model(tmp_path / "l", tied=True)), model_of("gemma3-4b")[1]

@@ -98,7 +98,7 @@ def expert_files(folder: Path, transposed: bool) -> Any:
     return model
 
 
-@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("transposed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_experts_keep_the_orientation_of_the_files(transposed: bool, tmp_path: Path, alone: None) -> None:
     want = expert_files(tmp_path, transposed)
     model = loaded(tmp_path / "published")
@@ -108,7 +108,7 @@ def test_experts_keep_the_orientation_of_the_files(transposed: bool, tmp_path: P
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("transposed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_experts_with_adapters_are_loaded(transposed: bool, tmp_path: Path) -> None:
     want = dict(expert_files(tmp_path, transposed).named_parameters())
     model = build_to_train(AutoConfig.from_pretrained(tmp_path / "published"))
@@ -121,7 +121,7 @@ def test_experts_with_adapters_are_loaded(transposed: bool, tmp_path: Path) -> N
     assert all(torch.equal(parameter, want[name]) for name, parameter in found.items())
 
 
-@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("transposed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_experts_of_parameters_without_a_shape_are_loaded_and_saved(
     transposed: bool, tmp_path: Path, alone: None
 ) -> None:

@@ -311,6 +311,7 @@ def test_a_checkpoint_is_a_model_of_hugging_face(files: Path) -> None:
     assert sorted(path.name for path in (files / "zero3").glob("checkpoint*")) == ["checkpoint-2", "checkpoint-3"]
 
 
+@pytest.mark.slow
 def test_offload_leaves_room_for_deepspeed_in_host_memory(tmp_path: Path) -> None:
     runs = ["offload2", "offload3"]
     write_inputs(tmp_path)

@@ -321,6 +321,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(files: Path, tmp_path: Path
     assert "distill, reverse, temperature 2, teacher: " in end.out
 
 
+@pytest.mark.slow
 def test_the_plan_counts_the_teacher() -> None:
     student, teacher = preset_config(BOTH, "llama3.2-1b"), preset_config(BOTH, "llama3-8b")
     words = "--bf16 --model_max_length 64K --remat attention --offload none --objective"

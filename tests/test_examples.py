@@ -163,6 +163,7 @@ def in_order_of_trainer() -> Iterator[Batch]:
         yield from loader(sampler=order)
 
 
+@pytest.mark.slow
 def test_the_loops_of_trainer_and_accelerate_equal_plain_transformers() -> None:
     by_trainer, by_accelerate = plain_losses()
     for got in spawn(2, trainer_and_accelerate):

@@ -137,7 +137,7 @@ def check_equal(folder: Path, output: str, losses: list[float], trained: dict[st
         torch.testing.assert_close(ours, x, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["double", "single"])
+@pytest.mark.parametrize("name", ["double", pytest.param("single", marks=pytest.mark.slow)])
 def test_stored_weights_in_four_bits_train_as_they_are(folder: Path, name: str) -> None:
     given = flags(folder, f"from-{name}", name, FLAGS if name == "double" else FLAGS.split("True")[1])
     ((end, seen), *_), *_ = spawn(2, programs, [f"{given} --max_steps {STEPS}"])
@@ -181,9 +181,7 @@ def trained_adapter(folder: Path, name: str, compute: str | None = None) -> Path
 
 @pytest.mark.parametrize(
     ("name", "compute"),
-    slow_except(
-        [("double", ""), ("model", "--bf16")], [(n, c) for n in ("model", "double", "single") for c in ("", "--bf16")]
-    ),
+    slow_except([("model", "--bf16")], [(n, c) for n in ("model", "double", "single") for c in ("", "--bf16")]),
 )
 def test_a_merged_model_is_the_dequantized_base_and_the_adapter(
     folder: Path, tmp_path: Path, name: str, compute: str
@@ -288,6 +286,7 @@ def test_what_four_bits_do_not_support_is_refused(folder: Path, words: str, why:
     assert end.status == 2 and why in end.err, end.err
 
 
+@pytest.mark.slow
 def test_plan_counts_four_bits_that_the_files_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--bf16 --lora_rank 4 --model_max_length 256 --gpus 1 --offload none --json"
     planned = []

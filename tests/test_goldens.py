@@ -50,7 +50,8 @@ def check(found: dict[str, dict[str, list[float]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "schedules", "first"), [(2, 0, 2), pytest.param(3, 0, 3, marks=pytest.mark.slow), (4, 6, 0)]
+    ("world", "schedules", "first"),
+    [(2, 0, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 0, 3), (4, 6, 0)))],
 )
 def test_losses_and_gradient_norms_are_as_committed(world: int, schedules: int, first: int) -> None:
     """Each schedule with one variant, and each variant with some schedule; on four ranks those that split heads."""

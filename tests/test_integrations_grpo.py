@@ -364,7 +364,7 @@ class SplitOpeningGrpo(SameOpening, SequenceParallelGRPOTrainer):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["all weights"], PREFIX_CASES))
+@pytest.mark.parametrize("case", slow_except([], PREFIX_CASES))
 def test_completions_that_share_a_prompt_equal_one_process(case: str, world: int) -> None:
     """Also equal: completions that are equal, because the prompt's last token tells only two kinds apart."""
     check(OpeningGrpo, SplitOpeningGrpo, PREFIX_CASES[case], world)

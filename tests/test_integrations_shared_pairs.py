@@ -64,7 +64,7 @@ def one_process(rank: int, kind: type[Trainer], case: Mapping[str, Any], folder:
 
 
 @pytest.mark.parametrize("world", slow_except([2], (2, 3)))
-@pytest.mark.parametrize("case", slow_except(["adapters"], CASES))
+@pytest.mark.parametrize("case", slow_except([], CASES))
 def test_shared_prompts_give_the_numbers_of_one_process(case: str, world: int, tmp_path: Path) -> None:
     wanted = spawn(1, one_process, DPOTrainer, CASES[case], write_pairs(tmp_path / "plain"))[0]
     folders = [write_pairs(tmp_path / name) for name in ("shared", "whole")]

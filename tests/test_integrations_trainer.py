@@ -105,7 +105,7 @@ TRAINER_CASES: Mapping[str, dict[str, Any]] = {
     "without targets": {"train_dataset": [{"input_ids": ids[:1]} for ids in documents()]},
 }
 
-QUICK = ("accumulated", "custom", "iterable", "FSDP2", "adapters", "best", "metrics", "packed", "packed ids")  # by kind
+QUICK = ("accumulated", "custom", "FSDP2", "adapters", "best", "packed")  # by kind
 
 
 def train(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:

@@ -202,7 +202,7 @@ def sequence_parallel(
 
 @pytest.mark.compat("5.19")
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["padding free", "adapters", "dft"], SFT_CASES))
+@pytest.mark.parametrize("case", slow_except(["adapters"], SFT_CASES))
 def test_sft_equals_one_process(case: str, world: int) -> None:
     for size in sizes(world):
         wanted = spawn(world // size, sft, SFTTrainer, SFT_CASES[case], world // size)[0]
@@ -236,7 +236,7 @@ def test_rewards_equal_one_process(case: str, world: int, tmp_path: Path) -> Non
             assert_equal(got, wanted)
 
 
-@pytest.mark.parametrize("case", slow_except(["KTO", "ORPO"], OTHER_CASES))
+@pytest.mark.parametrize("case", slow_except(["ORPO"], OTHER_CASES))
 def test_trl_trainers_without_a_class_of_ours_equal_one_process(case: str, tmp_path: Path) -> None:
     name, changes = OTHER_CASES[case]
     plain, ours, _ = OTHERS[name]

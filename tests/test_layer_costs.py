@@ -83,7 +83,7 @@ def saved_by_first_layer(model: PreTrainedModel, length: int) -> int:
     return sum(saved.values())
 
 
-@pytest.mark.parametrize("name", slow_except(["gemma3_text", "qwen3_moe", "gpt_oss", "llama4_text"], MODELS))
+@pytest.mark.parametrize("name", slow_except(["gemma3_text", "qwen3_moe"], MODELS))
 def test_an_eager_layer_saves_what_the_plan_says(name: str) -> None:
     config = config_of(name)
     model = build_to_train(config, "cpu")

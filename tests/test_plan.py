@@ -383,7 +383,8 @@ class HalfNarrowForCausalLM(LlamaForCausalLM):
 AutoModelForCausalLM.register(HalfNarrowConfig, HalfNarrowForCausalLM)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "attention"])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "attention"])
 def test_layers_that_differ_are_planned_one_by_one(remat: str) -> None:
     flags = f"--bf16 --torch_compile --remat {remat} --offload none --model_max_length 32K"
     models = LLAMA, HalfNarrowConfig(**{name: getattr(LLAMA, name) for name in SIZES})
@@ -515,7 +516,8 @@ def test_more_memory_never_makes_a_step_slower() -> None:
     assert seconds == sorted(seconds, reverse=True), seconds
 
 
-@pytest.mark.parametrize("budget", [pytest.param("", marks=pytest.mark.slow), "--host_memory_budget 8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["", "--host_memory_budget 8"])
 def test_auto_offloads_no_more_than_the_host_has(budget: str) -> None:
     flags = f"--model_max_length 256K --torch_compile --gradient_accumulation_steps 4 {budget}"
     assert make_plan(auto("llama3.2-3b", flags, 8, 16, 64)).fits

@@ -159,6 +159,7 @@ def test_the_choice_follows_from_the_time_of_the_documents(monkeypatch: pytest.M
     assert packed.step_seconds <= 1.01 * as_whole.step_seconds
 
 
+@pytest.mark.slow
 def test_layers_that_stay_hide_the_copies_of_offloaded_layers_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's copy takes nearly twice as long as its forward pass over documents of 8K, at this rate of the link."""
     monkeypatch.setattr(rates, "HOST_LINK_SHARE", 0.8)

@@ -2,12 +2,14 @@
 
 import weakref
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow_except
 from test_plan_training import planned_run
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
@@ -64,8 +66,7 @@ def mixture() -> PreTrainedConfig:
 MODELS = {"llama": lambda: CONFIG, "qwen3_moe": mixture}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "world"), slow_except([("llama", 2), ("qwen3_moe", 3)], product(MODELS, (1, 2, 3))))
 def test_planned_bytes_are_those_of_a_run(name: str, world: int) -> None:
     model = MODELS[name]()
     for flags, stored, gathered in spawn(world, bytes_of_runs, name)[0]:

@@ -132,9 +132,8 @@ def test_a_refused_run_prints_one_line_and_writes_nothing(folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.slow
 def test_a_stopped_run_saves_and_says_how_to_go_on(folder: Path, number: signal.Signals, status: int) -> None:
     run = Run([*ALONE, "--nproc_per_node", "2"], LONG, folder)
     run.wait_for_step(1)

@@ -104,6 +104,7 @@ def test_it_trains_resumes_and_saves_like_one_process(world: int, data: str, mor
         torch.testing.assert_close(found[key], want, rtol=1e-4, atol=1e-6, msg=key)
 
 
+@pytest.mark.slow
 def test_it_is_planned_and_counted() -> None:
     config = toy_mixer.ToyConfig(**SIZES)
     layers = inspect_architecture(config).layers

@@ -673,6 +673,7 @@ def test_a_checkpoint_is_the_trained_model(files: Files, tmp_path: Path, family:
     assert left_off == pytest.approx(plain_loss(opened, files.root / "eval.pkl"), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_during_training_is_limited_to_the_first_documents(files: Files, tmp_path: Path) -> None:
     content = pickle.loads((files.root / "eval.pkl").read_bytes())
     (tmp_path / "cut.pkl").write_bytes(pickle.dumps({key: column[:2] for key, column in content.items()}))

@@ -217,7 +217,7 @@ def train(
 
 @pytest.mark.parametrize(
     ("name", "world", "rows"),
-    slow_except([("gemma3", 2, "plain"), ("gpt-oss", 2, "packed")], product(MODELS, (1, 2, 3, 4), ("plain", "packed"))),
+    slow_except([("gpt-oss", 2, "packed")], product(MODELS, (1, 2, 3, 4), ("plain", "packed"))),
 )
 def test_loss_and_gradients_equal_transformers(name: str, world: int, rows: str) -> None:
     names = ["auto", *(["ulysses"] if world in (2, 4) else []), *(["usp"] if world == 4 else [])]
