@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import slow_except
-from packed import open_packed
 from programs import programs
 from small import VOCABULARY, words, write_inputs
 from worlds import spawn
@@ -20,6 +19,7 @@ from data_gen.__main__ import main as data_gen
 from lightseq.checkpoint import manifest
 from lightseq.data.batches import BatchStream, open_examples
 from lightseq.data.content import hash_content
+from lightseq.data.packing import open_packed
 from lightseq.data.sources import ReadOptions
 from lightseq.data.token_directory import META, SHA256, TARGETS, TOKENS, write_token_directory
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from packed import open_packed
 from schedules import fitting
 from transformers import LlamaConfig, LlamaForCausalLM
 from worlds import spawn
@@ -20,7 +19,7 @@ from lightseq import hf
 from lightseq.architecture.family import preset_config
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream, permutation
-from lightseq.data.packing import PackedExamples, best_fit
+from lightseq.data.packing import PackedExamples, best_fit, open_packed
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.world import World
 from lightseq.integrations.split_model import TrainerBatches

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed import open_packed
 from transformers import CONFIG_MAPPING
 
 from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq import hf
 from lightseq.config.command_line import parse
-from lightseq.data.packing import PackedExamples
+from lightseq.data.packing import PackedExamples, open_packed
 from lightseq.data.sources import ReadOptions
 from lightseq.distributed.world import World
 from lightseq.hf.image_inputs import check_text_only

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from packed import open_packed
 from programs import run_in
 from small import CONFIG, words, write_inputs
 from test_plan_training import planned_run
@@ -23,6 +22,7 @@ from lightseq.architecture.family import preset_config
 from lightseq.architecture.inspection import Architecture, inspect_architecture
 from lightseq.cli import BOTH, main
 from lightseq.config.command_line import parse
+from lightseq.data.packing import open_packed
 from lightseq.data.token_directory import write_token_directory
 from lightseq.distributed.world import World
 from lightseq.memory.placement import KEEP, OFFLOAD, in_order

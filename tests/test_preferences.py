@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from byte_level import CHATML, byte_level, open_path, published, read_rows, write_rows
-from packed import open_packed
 from test_plan_training import planned_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -31,7 +30,7 @@ from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
 from lightseq.data.held_out import hold_out
-from lightseq.data.packing import PackedExamples, open_windows_to_pack, pack
+from lightseq.data.packing import PackedExamples, open_packed, open_windows_to_pack, pack
 from lightseq.data.sources import ReadOptions
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.distributed.world import World

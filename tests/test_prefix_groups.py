@@ -10,11 +10,10 @@ import pytest
 import torch.distributed as dist
 from byte_level import byte_level, write_rows
 from cases import slow_except
-from packed import open_packed
 from test_preferences import Run, assert_weights_equal, steps, train, write_inputs
 from worlds import spawn
 
-from lightseq.data.packing import PackedExamples
+from lightseq.data.packing import PackedExamples, open_packed
 from lightseq.data.prefix_groups import BLOCK
 from lightseq.data.sources import ReadOptions
 from lightseq.sequence.shared_prefixes import share_prefixes

@@ -81,6 +81,20 @@ def best_fit(sizes: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], 
     return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
+def open_packed(
+    path: str | Path,
+    length: int,
+    vocab_size: int,
+    tokenizer: str | Tokenizer | None = None,
+    lazy: bool = False,
+    progress: bool = True,
+    read_options: ReadOptions | None = None,
+) -> PackedExamples:
+    """Opens the data of one source, packed. Raises ValueError if lengths are not known beforehand."""
+    windows = open_windows_to_pack(path, length, vocab_size, tokenizer, lazy, progress, read_options)
+    return pack(path, windows, read_options is not None and read_options.shares_prefixes)
+
+
 def open_windows_to_pack(
     path: str | Path,
     length: int,
