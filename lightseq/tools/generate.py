@@ -42,7 +42,15 @@ def main(_family: ModelFamily, words: Sequence[str]) -> int:
 
 
 def _generate(words: Sequence[str]) -> None:
-    args = parser().parse_args(words)
+    for text in continuations(parser().parse_args(words)):
+        print(text)
+
+
+def continuations(args: argparse.Namespace) -> list[str]:
+    """Returns each prompt with its continuation, or with a chat template the answer. Says which, and what is empty.
+
+    Raises ValueError if the flags, the model, its tokenizer or a prompt cannot be used.
+    """
     sampling = sampling_of(args)
     if not all(args.prompt):
         raise ValueError("--prompt is empty; give at least one word")
@@ -56,14 +64,13 @@ def _generate(words: Sequence[str]) -> None:
         given = "--chat" if args.chat else "--system"
         raise ValueError(f"the tokenizer of {args.checkpoint} has no chat template; leave {given} out")
     prompts = [encode(prompt, args.system, tokenizer, as_turn) for prompt in args.prompt]
-    writer = load_writer(args.checkpoint, directory, tokenizer, sampling)
-    answers = write_all(writer, prompts, args.seed)
+    answers = write_all(load_writer(args.checkpoint, directory, tokenizer, sampling), prompts, args.seed)
     say(_how(args, as_turn))
     for number, added in enumerate(answers, 1):
         if not tokenizer.decode(added).strip():
             say(f"the answer to prompt {number} is empty: the model stopped after {plural(len(added), 'token')}")
-    for ids, added in zip(prompts, answers, strict=True):
-        print(tokenizer.decode(added if as_turn else [*ids, *added]))
+    whole = answers if as_turn else [[*ids, *added] for ids, added in zip(prompts, answers, strict=True)]
+    return [tokenizer.decode(ids) for ids in whole]
 
 
 def encode(prompt: str, system: str | None, tokenizer: Any, as_turn: bool) -> list[int]:
