@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -16,6 +17,11 @@ PACKAGES: Final = (  # whose versions run.json lists
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python, CUDA and the installed packages."""
+    return dict(_read_versions())
+
+
+@cache  # parsing the metadata of packages takes 0.1 s, and every checkpoint's card names them
+def _read_versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     for package in PACKAGES:
         try:

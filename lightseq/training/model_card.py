@@ -15,7 +15,7 @@ from lightseq.training.machine import hardware, versions
 from lightseq.training.trainer import Trainer
 from lightseq.utils.masking import mask_secrets
 
-PACKAGES: Final = ("torch", "transformers", "peft")  # whose versions a card names
+PACKAGES: Final = ("torch", "transformers")  # whose versions a card names
 PLACES: Final = ("output_dir", "data_cache", "resume_from_checkpoint", "overwrite_output_dir")  # flags without effect
 
 
