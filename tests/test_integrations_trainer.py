@@ -139,7 +139,7 @@ def train_sequence_parallel(rank: int, case: Mapping[str, Any], size: int, world
     return train(rank, SequenceParallelTrainer, case, world // size, sequence_parallel_size=size)
 
 
-@pytest.mark.compat("5.19")
+@pytest.mark.compat("5.16")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", slow_except(QUICK, TRAINER_CASES))
 def test_trainer_equals_one_process(case: str, world: int) -> None:
@@ -227,7 +227,7 @@ def resume(rank: int, kind: type[Trainer], adapters: bool) -> tuple[Numbers, Num
     return found[0], found[1]
 
 
-@pytest.mark.compat("5.19")
+@pytest.mark.compat("5.16")
 @pytest.mark.parametrize(
     ("kind", "adapters"),
     [

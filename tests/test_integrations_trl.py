@@ -200,7 +200,7 @@ def sequence_parallel(
     return run(rank, kind, case, world // size, sequence_parallel_size=size)
 
 
-@pytest.mark.compat("5.19")
+@pytest.mark.compat("5.16")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["padding free", "adapters", "dft"], SFT_CASES))
 def test_sft_equals_one_process(case: str, world: int) -> None:
@@ -330,7 +330,7 @@ class FullyShardedDPO(SequenceParallel, UsesFsdp2, DPOTrainer):
     pass
 
 
-@pytest.mark.compat("5.19")
+@pytest.mark.compat("5.16")
 def test_dpo_with_fsdp2_equals_one_process(tmp_path: Path) -> None:
     preferences(tmp_path)
     case = {"rows": str(tmp_path)}
