@@ -30,6 +30,9 @@ COMMON: Mapping[str, Any] = {
     "eval_steps": 3,
     "val_set_size": 0,
     "dataset_num_proc": 1,
+    "dataloader_num_workers": 0,  # tests run in daemons, which have no children
+    "dataloader_prefetch_factor": None,
+    "dataloader_pin_memory": False,
     "seed": 5,
 }
 ADAPTERS: Mapping[str, Any] = {
@@ -99,12 +102,13 @@ def train(rank: int, path: str) -> Numbers:
 
 
 def make_trainer(path: str) -> Any:
-    os.environ.update(AXOLOTL_DO_NOT_TRACK="1", HF_HUB_OFFLINE="1")
+    os.environ.update(AXOLOTL_DO_NOT_TRACK="1", HF_HUB_OFFLINE="1", WANDB_MODE="disabled", ACCELERATE_USE_CPU="true")
     from axolotl.cli.config import load_cfg
     from axolotl.common.datasets import load_datasets, load_preference_datasets
     from axolotl.integrations.base import PluginManager
 
     config = load_cfg(path)
+    config.device_map = {"": "cpu"}  # axolotl gives each of several ranks a GPU
     PluginManager.get_instance().load_datasets(config, preprocess=False)
     load = load_preference_datasets if config.rl else load_datasets
     rows = load(cfg=config, cli_args=None)

@@ -19,8 +19,8 @@ class LightseqTrainer(SequenceParallel, AxolotlTrainer):
         return bool(self.args.sample_packing)
 
     def _longest_row(self) -> int:
-        joined = self.args.sample_packing and not self.args.multipack_real_batches
-        return int(self.args.max_seq_length) * (self.args.per_device_train_batch_size if joined else 1)
+        rows = self.args.per_device_train_batch_size if self.args.sample_packing else 1  # packed rows are joined
+        return int(self.args.max_seq_length) * rows
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Counts the tokens of ranks that share a sequence once, in the metrics `tokens/...`."""
