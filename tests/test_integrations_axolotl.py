@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from cases import slow_except
 from worlds import spawn
 
@@ -55,11 +56,12 @@ def test_runs_equal_one_process(folder: Path, case: str, ranks: int, size: int) 
         assert_equal(got, wanted)
 
 
-def _made(rank: int, path: str) -> tuple[int, str, str | None]:
-    """Trains whole epochs, saves, and returns the number of steps, the saved config and attention's name there."""
+def _made(rank: int, path: str) -> tuple[int, str, str]:
+    """Trains whole epochs, saves, and returns the number of steps, the saved config and the trainer's name."""
     trainer = make_trainer(path)
     trainer.train()
     trainer.save_model()
+    dist.barrier()  # the first rank writes
     saved = (Path(trainer.args.output_dir) / "config.json").read_text()
     return trainer.state.global_step, saved, type(trainer).__name__
 

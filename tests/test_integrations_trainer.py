@@ -150,6 +150,14 @@ def test_trainer_equals_one_process(case: str, world: int) -> None:
             assert_equal(got, wanted)
 
 
+@pytest.mark.compat("5.16")
+def test_groups_that_count_their_own_tokens_equal_as_many_processes() -> None:
+    case = TRAINER_CASES["counted alone"]
+    wanted = spawn(2, train, Trainer, case, 2)[0]
+    for got in spawn(4, train_sequence_parallel, case, 2, 4):
+        assert_equal(got, wanted)
+
+
 def plain_after(rank: int, sequence_parallel: bool) -> Numbers:
     rows = [{"input_ids": ids} for ids in documents()]
     with tempfile.TemporaryDirectory() as folder:
