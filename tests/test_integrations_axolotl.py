@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import yaml
 from cases import slow_except
 from worlds import spawn
 
@@ -96,6 +97,16 @@ def test_keys_that_do_not_work_over_ranks_are_refused(case: str) -> None:
     with pytest.raises(ValueError) as refused:
         LightseqPlugin().register({"plugins": [PLUGIN], **changes})
     assert str(refused.value).startswith(start) and "\n" not in str(refused.value)
+
+
+def test_the_example_is_a_valid_configuration() -> None:
+    from axolotl.cli.config import prepare_plugins
+    from axolotl.utils.config import validate_config
+    from axolotl.utils.dict import DictDefault
+
+    config = DictDefault(yaml.safe_load(Path("examples/axolotl/llama-lora-128k.yaml").read_text()))
+    prepare_plugins(config)
+    assert validate_config(config).lightseq_sequence_parallel_size == 8
 
 
 def test_a_trainer_of_another_plugin_is_refused() -> None:

@@ -167,7 +167,7 @@ def _run_hooks_inside(model: nn.Module, inner: nn.Module, changes: Changes) -> N
             changes.replace_forward(module, _call_inside)
 
 
-def _call_inside(tuner: nn.Module, _forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_inside(tuner: Any, _forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return tuner.model(*args, **kwargs)
 
 

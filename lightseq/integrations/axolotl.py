@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 PLUGIN: Final = f"{__name__}.LightseqPlugin"
 TRAINERS: Final = "lightseq.integrations.axolotl_trainers"
-PREFERENCES: Final = {"dpo": f"{TRAINERS}.LightseqDPOTrainer", "ipo": f"{TRAINERS}.LightseqDPOTrainer"}  # by `rl`
+PREFERENCES: Final[Mapping[Any, str]] = dict.fromkeys(("dpo", "ipo"), f"{TRAINERS}.LightseqDPOTrainer")  # by `rl`
 LORA_KERNELS: Final = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 ATTENTIONS: Final = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -104,8 +104,8 @@ class LightseqPlugin(BasePlugin):  # type: ignore[misc]
 
         if not isinstance(trainer, SequenceParallel):
             raise ValueError(
-                f"another plugin's trainer, {type(trainer).__name__}, would not split sequences; take that plugin out of "
-                f"plugins, or {PLUGIN}"
+                f"another plugin's trainer, {type(trainer).__name__}, would not split sequences; take that "
+                f"plugin out of plugins, or {PLUGIN}"
             )
 
 
