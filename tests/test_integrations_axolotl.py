@@ -99,6 +99,20 @@ def test_keys_that_do_not_work_over_ranks_are_refused(case: str) -> None:
     assert str(refused.value).startswith(start) and "\n" not in str(refused.value)
 
 
+def test_defaults_of_other_plugins_are_refused() -> None:
+    from axolotl.cli.config import prepare_plugins
+    from axolotl.utils.config import validate_config
+    from axolotl.utils.dict import DictDefault
+
+    from lightseq.integrations.axolotl import LightseqPlugin
+
+    config = DictDefault(yaml.safe_load(Path("examples/axolotl/llama-lora-128k.yaml").read_text()))
+    config.plugins.append("axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin")
+    prepare_plugins(config)
+    with pytest.raises(ValueError, match="cut_cross_entropy: True does not work with"):
+        LightseqPlugin().pre_model_load(validate_config(config))
+
+
 def test_the_example_is_a_valid_configuration() -> None:
     from axolotl.cli.config import prepare_plugins
     from axolotl.utils.config import validate_config

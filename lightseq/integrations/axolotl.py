@@ -93,6 +93,10 @@ class LightseqPlugin(BasePlugin):  # type: ignore[misc]
             groups = max(1, ranks // (cfg.lightseq_sequence_parallel_size or ranks))
             cfg.batch_size = cfg.micro_batch_size * cfg.gradient_accumulation_steps * groups
 
+    def pre_model_load(self, cfg: Any) -> None:
+        """Refuses keys again, with the defaults of other plugins (`cut_cross_entropy`). Raises ValueError."""
+        _check_keys(cfg)
+
     def get_trainer_cls(self, cfg: Any) -> type | None:
         from lightseq.integrations.axolotl_trainers import LightseqTrainer
 
