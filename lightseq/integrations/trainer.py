@@ -27,11 +27,11 @@ from lightseq.utils.formatting import check_names
 from lightseq.utils.versions import check_version
 
 OLDEST_TRANSFORMERS = "5.16.1"
-OLDEST_TRL = {  # by trainer; see the tests
-    **dict.fromkeys(("SFTTrainer", "DPOTrainer"), "1.9"),
-    **dict.fromkeys(("KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer"), "1.16"),
-}
-OLDEST_TRL_OF_OTHERS = "1.16"
+OLDEST_TRL = dict.fromkeys(("SFTTrainer", "DPOTrainer"), "1.9")
+TRL_TRAINERS = (  # which work; see the tests
+    *(*OLDEST_TRL, "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer"),
+)
+OLDEST_OF_OTHERS = {"transformers": "5.19", "trl": "1.16"}
 
 
 class SequenceParallel(SharedRollouts):
@@ -306,13 +306,20 @@ def _check_arguments(arguments: TrainingArguments) -> None:
 
 def _check_trl_trainer(kind: type[SequenceParallel]) -> None:
     """Raises ValueError for TRL's trainers that no test compares with one process."""
-    base = next((c for c in kind.__mro__ if c.__module__.startswith("trl.") and issubclass(c, Trainer)), None)
+    base: Any = next((c for c in kind.__mro__ if c.__module__.startswith("trl.") and issubclass(c, Trainer)), None)
     if base is None:
         return
     name = base.__name__
-    if name not in (*OLDEST_TRL, *kind.own_trl_trainers):
-        raise ValueError(f"TRL's {name} does not work with sequence_parallel_size > 1; {', '.join(OLDEST_TRL)} do")
-    check_version("trl", OLDEST_TRL.get(name, OLDEST_TRL_OF_OTHERS), f"{name} with sequence_parallel_size > 1")
+    if name not in (*TRL_TRAINERS, *kind.own_trl_trainers):
+        raise ValueError(f"TRL's {name} does not work with sequence_parallel_size > 1; {', '.join(TRL_TRAINERS)} do")
+    part = f"{name} with sequence_parallel_size > 1"
+    if (oldest := OLDEST_TRL.get(name)) is not None:
+        check_version("trl", oldest, part)
+    else:
+        for package, oldest in OLDEST_OF_OTHERS.items():
+            check_version(package, oldest, part)
+    if not _divides_by_tp_size() and "get_tp_size" in named_in(unwrap(base.compute_loss)):
+        raise ValueError(f"TRL's {name} scales losses as no transformers before 5.19 does; install 5.19 or newer")
 
 
 def _set_checkpointing(arguments: TrainingArguments, value: bool) -> None:
