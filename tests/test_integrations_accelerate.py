@@ -181,7 +181,7 @@ def run(rank: int, size: int, case: Mapping[str, Any]) -> Numbers:
     return train(rank, size, **case)
 
 
-@pytest.mark.compat("5.19")
+@pytest.mark.compat("5.16")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", slow_except(["accumulated", "packed", "FSDP2"], CASES))
 def test_the_loop_equals_plain_torch(case: str, world: int) -> None:

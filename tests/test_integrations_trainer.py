@@ -139,7 +139,7 @@ def train_sequence_parallel(rank: int, case: Mapping[str, Any], size: int, world
     return train(rank, SequenceParallelTrainer, case, world // size, sequence_parallel_size=size)
 
 
-@pytest.mark.compat("5.19")
+@pytest.mark.compat("5.16")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", slow_except(QUICK, TRAINER_CASES))
 def test_trainer_equals_one_process(case: str, world: int) -> None:
@@ -148,6 +148,14 @@ def test_trainer_equals_one_process(case: str, world: int) -> None:
         wanted = spawn(data_ranks, train, Trainer, TRAINER_CASES[case], data_ranks)[0]
         for got in spawn(world, train_sequence_parallel, TRAINER_CASES[case], size, world):
             assert_equal(got, wanted)
+
+
+@pytest.mark.compat("5.16")
+def test_groups_that_count_their_own_tokens_equal_as_many_processes() -> None:
+    case = TRAINER_CASES["counted alone"]
+    wanted = spawn(2, train, Trainer, case, 2)[0]
+    for got in spawn(4, train_sequence_parallel, case, 2, 4):
+        assert_equal(got, wanted)
 
 
 def plain_after(rank: int, sequence_parallel: bool) -> Numbers:
@@ -227,7 +235,7 @@ def resume(rank: int, kind: type[Trainer], adapters: bool) -> tuple[Numbers, Num
     return found[0], found[1]
 
 
-@pytest.mark.compat("5.19")
+@pytest.mark.compat("5.16")
 @pytest.mark.parametrize(
     ("kind", "adapters"),
     [

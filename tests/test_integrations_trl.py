@@ -41,6 +41,7 @@ from lightseq.integrations import (
     SequenceParallelRewardTrainer,
     SequenceParallelSFTTrainer,
     pass_head,
+    trainer,
 )
 
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
@@ -200,7 +201,7 @@ def sequence_parallel(
     return run(rank, kind, case, world // size, sequence_parallel_size=size)
 
 
-@pytest.mark.compat("5.19")
+@pytest.mark.compat("5.16")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["adapters"], SFT_CASES))
 def test_sft_equals_one_process(case: str, world: int) -> None:
@@ -263,6 +264,12 @@ def refusal_of_online_dpo(rank: int) -> str:
 def test_a_trl_trainer_that_was_never_compared_is_refused() -> None:
     for line in spawn(2, refusal_of_online_dpo):
         assert line.startswith("TRL's OnlineDPOTrainer does not work with sequence_parallel_size > 1; SFTTrainer, ")
+
+
+def test_versions_that_scale_losses_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "_divides_by_tp_size", lambda: False)
+    with pytest.raises(ValueError, match=r"scales losses as no transformers before 5[.]19 does; install"):
+        trainer._check_trl_trainer(SequenceParallelSFTTrainer)
 
 
 class RewardsEntropy:
@@ -330,7 +337,7 @@ class FullyShardedDPO(SequenceParallel, UsesFsdp2, DPOTrainer):
     pass
 
 
-@pytest.mark.compat("5.19")
+@pytest.mark.compat("5.16")
 def test_dpo_with_fsdp2_equals_one_process(tmp_path: Path) -> None:
     preferences(tmp_path)
     case = {"rows": str(tmp_path)}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("accelerate")
 
-from lightseq.integrations.packed_rows import pack_rows
+from lightseq.integrations.packed_rows import join_rows, pack_rows
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.schedule.nodes import Nodes
 from lightseq.utils.tensors import IGNORE_INDEX
@@ -94,3 +94,19 @@ def test_rows_stay_documents(change: str) -> None:
     assert rows is not None and not isinstance(packed[EDGES], Nodes)
     padded, rows = pack_rows(given, shares_prefixes=True, packs_documents=False)
     assert rows is None and padded is given
+
+
+def test_rows_of_several_documents_are_joined() -> None:
+    ids = torch.arange(1, 13).view(2, 6)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]])
+    joined, rows = join_rows({"input_ids": ids, "labels": ids.clone(), "position_ids": positions})
+    assert rows is not None and joined["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 0, 1]]
+    # Nothing predicts the first token of a row; the first of a later document stays a target, as in one process.
+    assert joined["labels"].tolist() == [[IGNORE_INDEX, 2, 3, 4, 5, 6, IGNORE_INDEX, 8, 9, 10, 11, 12]]
+    assert torch.equal(rows.unpack(joined["input_ids"]), ids)
+
+
+@pytest.mark.parametrize("positions", [None, [[0, 1, 2, 3, 4, 5]] * 2])
+def test_rows_of_one_document_stay_apart(positions: list[list[int]] | None) -> None:
+    given = {"input_ids": torch.ones(2, 6), "position_ids": None if positions is None else torch.tensor(positions)}
+    assert join_rows(given) == (given, None)

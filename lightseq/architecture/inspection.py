@@ -49,7 +49,7 @@ from lightseq.parts.recurrences import (
 from lightseq.schedule.reach import sliding
 from lightseq.utils.formatting import first_line
 from lightseq.utils.logit_transform import LogitTransform
-from lightseq.utils.versions import OLDEST_FOR_RECURRENCES, check_transformers_for
+from lightseq.utils.versions import OLDEST_FOR_RECURRENCES, check_version
 
 MAX_LAYERS: Final = 10_000  # building a layer on the meta device takes a millisecond
 # Attention alone has fewer requirements.
@@ -150,7 +150,7 @@ def _check_kind_of_attention(model: PreTrainedModel) -> None:
     if not modules and mixer_modules(decoder):
         raise ValueError(f"{name} has no layer with softmax attention; use a model with at least one")
     if (convolution := unknown_convolution(decoder)) is not None:
-        check_transformers_for(f"the convolution over tokens of {name} ({convolution})", OLDEST_FOR_RECURRENCES)
+        check_version("transformers", OLDEST_FOR_RECURRENCES, f"the convolution over tokens of {name} ({convolution})")
         raise ValueError(
             f"{name} has a convolution over tokens ({convolution}) in no known mixer, as Mamba 1 has, or patched code; "
             "use another model, transformers' own code, or register the module (docs/architecture.md)"

@@ -1,12 +1,13 @@
 """lightseq inside other trainers: transformers' Trainer, TRL's trainers, loops with accelerate."""
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from lightseq.integrations.async_grpo import SequenceParallelAsyncGRPOTrainer
+    from lightseq.integrations.distillation_trainer import SequenceParallelDistillationTrainer
     from lightseq.integrations.trainer import SequenceParallel, SequenceParallelTrainer
     from lightseq.integrations.trl import (
-        SequenceParallelDistillationTrainer,
         SequenceParallelDPOTrainer,
         SequenceParallelGRPOTrainer,
         SequenceParallelRewardTrainer,
@@ -25,20 +26,17 @@ __all__ = [
     "SequenceParallelSFTTrainer",
     "SequenceParallelTrainer",
 ]
+FILES: Final = {  # of classes; those that are not here are in trl.py
+    "SequenceParallel": "trainer",
+    "SequenceParallelTrainer": "trainer",
+    "SequenceParallelAsyncGRPOTrainer": "async_grpo",
+    "SequenceParallelDistillationTrainer": "distillation_trainer",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Imports a class when it is asked for, so that Trainer's users need no TRL."""
     if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name}; choose from {', '.join(__all__)}")
-    if name in ("SequenceParallel", "SequenceParallelTrainer"):
-        from lightseq.integrations import trainer
-
-        return getattr(trainer, name)
-    if name == "SequenceParallelAsyncGRPOTrainer":
-        from lightseq.integrations import async_grpo
-
-        return async_grpo.SequenceParallelAsyncGRPOTrainer
-    from lightseq.integrations import trl
-
-    return getattr(trl, name)
+    file = FILES.get(name, "trl")
+    return getattr(import_module(f"{__name__}.{file}"), name)

@@ -33,6 +33,7 @@ from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.integrations.whole_scores import WholeScores, score_of
 from lightseq.models.decoder import headless, transformers_model
 from lightseq.parts.attention import layer_reaches
+from lightseq.parts.changes import Changes
 from lightseq.utils.formatting import check_names, divisors
 
 ATTENTION_OPTIONS = (*hf.ENABLE_OPTIONS, "config")
@@ -137,6 +138,7 @@ def enable(
     else:
         whole = WholeBatches(unwrapped, context) if has_head else WholeScores(unwrapped, context)
     whole.record.changes.set_attribute(inner, SPLIT_MODEL, whole)
+    _run_hooks_inside(unwrapped, inner, whole.record.changes)
     skip_in_ddp(unwrapped, whole.record.changes)
     whole.record.disabled_by = f"{__name__}.disable"
     return whole
@@ -156,6 +158,17 @@ def _check_adapters(model: nn.Module) -> None:
             f"{config.peft_type.value} adapters add tokens to each sequence, so they do not work with "
             "sequence_parallel_size > 1; use LoRA"
         )
+
+
+def _run_hooks_inside(model: nn.Module, inner: nn.Module, changes: Changes) -> None:
+    """Lets peft call the model inside, with its hooks; peft before 0.21 calls the model's forward."""
+    for module in model.modules():
+        if type(module).__module__.startswith("peft.tuners.") and getattr(module, "model", None) is inner:
+            changes.replace_forward(module, _call_inside)
+
+
+def _call_inside(tuner: Any, _forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return tuner.model(*args, **kwargs)
 
 
 def _reduce_in_float32(accelerator: Accelerator) -> None:

@@ -98,6 +98,30 @@ def pack_rows(
     return packed, PackedRows(shape=(ids.shape[0], ids.shape[1]), places=places)
 
 
+def join_rows(kwargs: dict[str, Any]) -> tuple[dict[str, Any], PackedRows | None]:
+    """Returns the arguments of a model with all rows in one, if rows hold several documents each.
+
+    Positions tell where documents begin. Waits for the device, which has them, if there are several rows.
+    """
+    ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+    if not isinstance(ids, Tensor) or not isinstance(positions, Tensor) or positions.shape != ids.shape or len(ids) < 2:
+        return kwargs, None
+    others = ("attention_mask", ROUTED_EXPERTS, *IMAGE_INPUTS, *TOKEN_TYPES)
+    if any(kwargs.get(name) is not None for name in others) or not bool((positions[:, 1:] == 0).any()):
+        return kwargs, None
+    given = {
+        name: x
+        for name in ("input_ids", "labels", "shift_labels", "position_ids")
+        if (x := kwargs.get(name)) is not None
+    }
+    joined = {name: x.reshape(1, -1) for name, x in given.items()}
+    if "labels" in joined:
+        joined["labels"] = joined["labels"].index_fill(
+            1, torch.arange(len(ids), device=ids.device) * ids.shape[1], IGNORE_INDEX
+        )
+    return {**kwargs, **joined}, PackedRows((len(ids), ids.shape[1]), torch.arange(ids.numel(), device=ids.device))
+
+
 def _depends_on_ids_alone(kwargs: dict[str, Any]) -> bool:
     """Returns whether rows with labels differ in their ids only, not also in images."""
     others = (*IMAGE_INPUTS, *TOKEN_TYPES)

@@ -13,7 +13,7 @@ from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum
 from lightseq.hf.image_inputs import IMAGE_INPUTS, TOKEN_TYPES
 from lightseq.hf.shard_batch import check_right_padding, continued_positions, counted_tokens
-from lightseq.integrations.packed_rows import PackedRows, pack_rows
+from lightseq.integrations.packed_rows import PackedRows, join_rows, pack_rows
 from lightseq.parts.router_loss import asks_for_router_logits
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.schedule.nodes import Nodes
@@ -71,6 +71,8 @@ def split_inputs(
     options, packed = dict(kwargs), None
     if packs_rows or shares_prefixes:
         options, packed = pack_rows(options, shares_prefixes, packs_documents=packs_rows)
+    if packed is None:
+        options, packed = join_rows(options)
     _refuse_options(config, options)
     for name in PACKING:
         options.pop(name, None)

@@ -5,14 +5,15 @@ trainer = MyTrainer(model, arguments, ..., sequence_parallel_size=2)
 """
 
 import sys
-from inspect import signature
+from collections.abc import Callable
+from functools import partial
+from inspect import signature, unwrap
 from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
-from packaging.version import Version
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments, __version__
+from transformers import Trainer, TrainingArguments
 
 from lightseq.integrations.accelerate import ATTENTION_OPTIONS, enable, share_batches
 from lightseq.integrations.image_checks import check_images
@@ -21,13 +22,16 @@ from lightseq.integrations.rollouts import SharedRollouts
 from lightseq.integrations.split_model import SplitModel, TrainerBatches, split_model_of
 from lightseq.integrations.trl_head import trl_head_of
 from lightseq.models.decoder import transformers_model
+from lightseq.parts.identity import named_in
 from lightseq.utils.formatting import check_names
+from lightseq.utils.versions import check_version
 
-OLDEST_TRANSFORMERS = "5.19"  # whose losses count ranks with the same batch once
+OLDEST_TRANSFORMERS = "5.16.1"
+OLDEST_TRL = dict.fromkeys(("SFTTrainer", "DPOTrainer"), "1.9")
 TRL_TRAINERS = (  # which work; see the tests
-    *("SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "RLOOTrainer"),
-    "RewardTrainer",
+    *(*OLDEST_TRL, "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer"),
 )
+OLDEST_OF_OTHERS = {"transformers": "5.19", "trl": "1.16"}
 
 
 class SequenceParallel(SharedRollouts):
@@ -47,6 +51,7 @@ class SequenceParallel(SharedRollouts):
     model_wrapped: Any
     is_fsdp_enabled: bool
     own_trl_trainers: tuple[str, ...] = ()  # those of TRL's trainers that a subclass of this mixin makes work
+    _ranks_count_once = True
 
     def __init__(
         self,
@@ -68,6 +73,9 @@ class SequenceParallel(SharedRollouts):
         self._share_prefixes = share_prefixes
         self._attention_options = attention_options or {}
         super().__init__(*args, **kwargs)
+        loss_function = getattr(self, "compute_loss_func", None)
+        if loss_function is not None and self._ranks_per_batch > 1 and not _divides_by_tp_size():
+            self.compute_loss_func = partial(self._loss_of_group, loss_function)
         self._enable_models()
         self._set_up_rollouts()
 
@@ -98,7 +106,7 @@ class SequenceParallel(SharedRollouts):
             return
         self._refuse_model_init()
         check_images(self)
-        length, packs = getattr(self.args, "max_length", None), bool(getattr(self.args, "packing", False))
+        length, packs = self._longest_row(), self._packs_documents()
         options = {
             "packed": packs or self._trains_on_rollouts(),
             **({"length": length} if length else {}),
@@ -169,20 +177,39 @@ class SequenceParallel(SharedRollouts):
     def _compiles(self) -> bool:
         if self._compile_layers is not None:
             return self._compile_layers
-        packs = bool(getattr(self.args, "packing", False)) or self._trains_on_rollouts()
+        packs = self._packs_documents() or self._trains_on_rollouts()
         return bool(self.args.torch_compile) or (packs and self.accelerator.device.type == "cuda")
+
+    def _packs_documents(self) -> bool:
+        """Returns whether rows hold several documents, as `packing` says in TRL."""
+        return bool(getattr(self.args, "packing", False))
+
+    def _longest_row(self) -> int | None:
+        """Returns the most tokens of a row, if the arguments limit them."""
+        return getattr(self.args, "max_length", None)
 
     # ---- ranks that share a batch count once, as tensor parallel ranks do --------------------------------------------
 
     def get_tp_size(self) -> int:
         size: int = super().get_tp_size()  # type: ignore[misc]
-        return size * self._ranks_per_batch
+        return size * self._ranks_per_batch if self._ranks_count_once else size
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
-        count: Tensor | int | None = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
-        if count is None or self.args.average_tokens_across_devices:
-            return count
-        return count * self._ranks_per_batch  # Trainer divides by it, but only a sum over all ranks counts tokens twice
+        # Only a sum over all ranks counts tokens twice, but Trainer from 5.19 on divides its own count, too.
+        self._ranks_count_once = self.args.average_tokens_across_devices
+        try:
+            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc, no-any-return]
+        finally:
+            self._ranks_count_once = True
+
+    def _loss_of_group(
+        self, loss_function: Callable[..., Tensor], outputs: Any, labels: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Calls a user's loss function for a Trainer that counts tokens, and multiplies losses, once per rank."""
+        if num_items_in_batch is None or not self.args.average_tokens_across_devices:
+            return loss_function(outputs, labels, num_items_in_batch=num_items_in_batch)
+        ranks = self._ranks_per_batch
+        return loss_function(outputs, labels, num_items_in_batch=num_items_in_batch / ranks) / ranks
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         state: Any = self.state  # type: ignore[attr-defined]
@@ -208,6 +235,8 @@ class SequenceParallel(SharedRollouts):
                 torch.cuda.manual_seed(self.args.seed + self.args.process_index)
         if with_remat:
             _set_checkpointing(self.args, False)  # Trainer's own would compute attention a second time
+            if self.model.is_gradient_checkpointing:
+                self.model.gradient_checkpointing_disable()
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -233,6 +262,11 @@ class SequenceParallelTrainer(SequenceParallel, Trainer):
     """transformers' Trainer with sequences split over ranks."""
 
 
+def _divides_by_tp_size() -> bool:
+    """Returns whether Trainer counts ranks with the same batch once in its losses, as from transformers 5.19 on."""
+    return "get_tp_size" in named_in(unwrap(Trainer.compute_loss))
+
+
 def _bases_remedy(kind: type) -> str:
     trainers = [base.__name__ for base in kind.__bases__ if not issubclass(base, SequenceParallel)]
     return f"write class {kind.__name__}(SequenceParallel, {', '.join(trainers) or 'Trainer'})"
@@ -253,10 +287,7 @@ def _keywords_after(kind: type) -> list[str] | None:
 
 def _check_arguments(arguments: TrainingArguments) -> None:
     """Raises ValueError for arguments that would give ranks of a group different batches or results."""
-    if Version(__version__) < Version(OLDEST_TRANSFORMERS):
-        raise ValueError(
-            f"transformers {__version__} is too old for SequenceParallel; install {OLDEST_TRANSFORMERS} or newer"
-        )
+    check_version("transformers", OLDEST_TRANSFORMERS, "SequenceParallel")
     if arguments.n_gpu > 1:
         raise ValueError("several GPUs in one process are DataParallel; start the script with torchrun")
     if arguments.train_sampling_strategy == "batch_rebalance":
@@ -275,12 +306,20 @@ def _check_arguments(arguments: TrainingArguments) -> None:
 
 def _check_trl_trainer(kind: type[SequenceParallel]) -> None:
     """Raises ValueError for TRL's trainers that no test compares with one process."""
-    base = next((c for c in kind.__mro__ if c.__module__.startswith("trl.") and issubclass(c, Trainer)), None)
-    known = (*TRL_TRAINERS, *kind.own_trl_trainers)
-    if base is not None and base.__name__ not in known:
-        raise ValueError(
-            f"TRL's {base.__name__} does not work with sequence_parallel_size > 1; {', '.join(TRL_TRAINERS)} do"
-        )
+    base: Any = next((c for c in kind.__mro__ if c.__module__.startswith("trl.") and issubclass(c, Trainer)), None)
+    if base is None:
+        return
+    name = base.__name__
+    if name not in (*TRL_TRAINERS, *kind.own_trl_trainers):
+        raise ValueError(f"TRL's {name} does not work with sequence_parallel_size > 1; {', '.join(TRL_TRAINERS)} do")
+    part = f"{name} with sequence_parallel_size > 1"
+    if (oldest := OLDEST_TRL.get(name)) is not None:
+        check_version("trl", oldest, part)
+    else:
+        for package, oldest in OLDEST_OF_OTHERS.items():
+            check_version(package, oldest, part)
+    if not _divides_by_tp_size() and "get_tp_size" in named_in(unwrap(base.compute_loss)):
+        raise ValueError(f"TRL's {name} scales losses as no transformers before 5.19 does; install 5.19 or newer")
 
 
 def _set_checkpointing(arguments: TrainingArguments, value: bool) -> None:

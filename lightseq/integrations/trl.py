@@ -5,10 +5,9 @@ class MySFT(SequenceParallel, SFTTrainer): ...
 
 from typing import Any
 
-from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 from trl.data_utils import is_conversational, is_conversational_from_value
 
-from lightseq.integrations.distillation import SequenceParallelDistillation
 from lightseq.integrations.trainer import SequenceParallel
 
 
@@ -45,7 +44,3 @@ class SequenceParallelRLOOTrainer(SequenceParallel, RLOOTrainer):
 
 class SequenceParallelRewardTrainer(SequenceParallel, _ChecksTemplate, RewardTrainer):
     """TRL's RewardTrainer with sequences split over ranks; the score of a row's last token lies on one of them."""
-
-
-class SequenceParallelDistillationTrainer(SequenceParallelDistillation, DistillationTrainer):
-    """TRL's DistillationTrainer with sequences split over ranks, in the teacher too."""

@@ -1,5 +1,6 @@
-"""Arguments of TRL's fused LM head, read from the function that TRL put in the place of a model's forward."""
+"""Heads that TRL gives a model, recognized by the function that stands in the place of the model's forward."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,6 +10,9 @@ from transformers import PreTrainedModel
 from lightseq.parts.identity import hook_of, product_change
 
 TRL_FUNCTION: Final = ("trl.trainer.utils", "_fused_forward")  # of `add_fused_lm_head`
+# Before there was a fused head, up to TRL 1.12: SFTTrainer's `loss_type="chunked_nll"`, and sums that it returns.
+TRL_CHUNKED: Final = ("trl.trainer.sft_trainer", "_chunked_ce_forward")
+CHUNKED_SUMS: Final = ("num_correct_tokens", "entropy_sum", "num_valid_tokens")
 TRL_CAST: Final = "cast_forward_to_fp32"  # a head's forward with `cast_lm_head_to_fp32`
 KNOWN_OUTPUTS: Final = frozenset({"log_probs", "entropy", "is_top1"})  # which `parts.token_metrics` returns
 
@@ -28,18 +32,8 @@ class TrlHead:
 
 
 def trl_head_of(model: PreTrainedModel) -> TrlHead | None:
-    """Returns what TRL's head in a model computes; None without one, or if another version of TRL made it.
-
-    accelerate wraps the function again, to cast and to convert outputs.
-    """
-    function: Any = model.forward
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        # Its own __module__ is that of the forward that it stands for.
-        names = getattr(function, "__globals__", {})
-        if (names.get("__name__"), _code_name(function)) == TRL_FUNCTION:
-            break
-        function = getattr(function, "model_forward", None) or getattr(function, "__wrapped__", None)
+    """Returns what TRL's head in a model computes; None without one, or if another version of TRL made it."""
+    function = next((one for one in _forwards(model) if _written_as(one) == TRL_FUNCTION), None)
     if function is None:
         return None
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -52,6 +46,25 @@ def trl_head_of(model: PreTrainedModel) -> TrlHead | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def has_chunked_head(model: PreTrainedModel) -> bool:
+    """Returns whether TRL's `loss_type="chunked_nll"` computes the loss of a model from the head's weight."""
+    return any(_written_as(one) == TRL_CHUNKED for one in _forwards(model))
+
+
+def _forwards(model: PreTrainedModel) -> Iterator[Any]:
+    """Yields a model's forward, and what it wraps. accelerate wraps it, to cast and to convert outputs."""
+    function: Any = model.forward
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        yield function
+        function = getattr(function, "model_forward", None) or getattr(function, "__wrapped__", None)
+
+
+def _written_as(function: Any) -> tuple[str | None, str | None]:
+    """Returns the module and name of a function's code. Its `__module__` may be of the function that it stands for."""
+    return getattr(function, "__globals__", {}).get("__name__"), _code_name(function)
 
 
 def change_beside_trl(head: nn.Linear) -> str | None:

@@ -26,7 +26,7 @@ from lightseq.integrations.lazy_logits import with_lazy_logits, without
 from lightseq.integrations.pass_head import PassHead, check_trl_head, check_trl_reads_all
 from lightseq.integrations.split_inputs import SplitInputs, split_inputs
 from lightseq.integrations.split_model import SplitModel, TrainerBatches
-from lightseq.integrations.trl_head import trl_head_of
+from lightseq.integrations.trl_head import CHUNKED_SUMS, has_chunked_head, trl_head_of
 from lightseq.models.decoder import text_config
 from lightseq.parts.changes import Changes
 from lightseq.parts.head import ReplacedHead, head_change, known_logit_transform
@@ -45,6 +45,7 @@ class _Pass:
     changes: Changes  # of the model, in this pass only
     head: PassHead | None = None  # computes the loss, or TRL's token metrics, in this pass
     replaced: ReplacedHead | None = None  # the model's head, which calls it
+    is_chunked: bool = False  # TRL's `loss_type="chunked_nll"` computes the loss
 
 
 @dataclass
@@ -141,6 +142,10 @@ class WholeBatches(SplitModel):
                     this, head, partial(head.token_log_probs, equal_factors=self._batches.weighs_tokens_equally)
                 )
             return (), inputs
+        if has_chunked_head(self.model):
+            check_trl_reads_all(self.model, self._configured_logit_transform)
+            this.is_chunked = True
+            return (), inputs
         usual = loss_function_of(self.model) is ForCausalLMLoss and not has_fused_loss(self.model)
         if usual and (head := self._pass_head(local.labels)) is not None:
             self._replace_head(this, head, head.loss_sum)
@@ -179,10 +184,10 @@ class WholeBatches(SplitModel):
     def _pass_labels_to_trl(
         self, _model: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
-        """Gives TRL's fused head the shifted labels, after the checks, which know only a model's own loss."""
-        if not kwargs.get("fused_lm_head"):
-            return None
+        """Gives TRL's head the shifted labels, after the checks, which know only a model's own loss."""
         assert self._pass is not None
+        if not kwargs.get("fused_lm_head") and not self._pass.is_chunked:
+            return None
         local = self._pass.inputs
         if local.labels is None:
             raise ValueError("TRL's fused head needs labels")
@@ -203,6 +208,8 @@ class WholeBatches(SplitModel):
         output = self._with_router_loss(output)
         if getattr(output, "log_probs", None) is not None:
             return self._gather_per_token(output, inputs)
+        if this.is_chunked:
+            return self._sum_chunked(output, inputs)
         if head is not None and replaced is not None:
             if head.metrics is not None:
                 return self._gather_metrics(replaced.result(), head.metrics, output, inputs)
@@ -288,6 +295,15 @@ class WholeBatches(SplitModel):
         if (router_loss := getattr(output, "aux_loss", None)) is not None:
             loss = loss + getattr(text_config(self.model.config), "router_aux_loss_coef", 0.0) * router_loss
         return TokenOutput(loss, log_probs, entropy, hits.bool(), mask.bool(), router_loss)
+
+    def _sum_chunked(self, output: Any, inputs: SplitInputs) -> Any:
+        """Returns the output of TRL's `loss_type="chunked_nll"` with the loss and the counts of the whole batch."""
+        check_trl_head(self.model)
+        output.loss = self._loss(output.loss, inputs)
+        counts = torch.stack([getattr(output, name).detach().double() for name in CHUNKED_SUMS])
+        for name, count in zip(CHUNKED_SUMS, self.sum(counts), strict=True):
+            setattr(output, name, count)
+        return output
 
     def _loss(self, share: Tensor, inputs: SplitInputs) -> Tensor:
         """Returns the loss of the whole batch.

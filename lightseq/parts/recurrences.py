@@ -28,7 +28,7 @@ from lightseq.parts.transformers_recurrences import distributed_forward, facts, 
 from lightseq.recurrent.head_exchange import SCAN_HEADS_OP
 from lightseq.recurrent.scan import SCAN_OP
 from lightseq.sequence.halo import TOKENS_BEFORE_OP
-from lightseq.utils.versions import OLDEST_FOR_RECURRENCES, check_transformers_for
+from lightseq.utils.versions import OLDEST_FOR_RECURRENCES, check_version
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def kind_of(module: Any) -> MixerKind | None:
     if not functions:
         return None
     if not _takes_keywords(plain.forward):
-        check_transformers_for(plain.__name__, OLDEST_FOR_RECURRENCES)
+        check_version("transformers", OLDEST_FOR_RECURRENCES, plain.__name__)
     return MixerKind(plain, distributed_forward, facts, functions, plain.forward)
 
 

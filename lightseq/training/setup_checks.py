@@ -38,7 +38,7 @@ from lightseq.parts.tiled import check_layer_class
 from lightseq.schedule.algorithms import SCHEDULES
 from lightseq.schedule.auto import ScheduleChoice, choose_windowed
 from lightseq.utils.formatting import differences
-from lightseq.utils.versions import OLDEST_FOR_EXPERTS, check_transformers_for
+from lightseq.utils.versions import OLDEST_FOR_EXPERTS, check_version
 
 Notes = tuple[str, ...]
 # Hosts may keep copies of these in different places.
@@ -91,7 +91,7 @@ def check_layers(config: TrainConfig, architecture: Architecture) -> None:
     kinds = names_of_kinds(architecture.layers)
     unmarked = any(".experts." in name for name in architecture.outside_linears)  # by older versions
     if unmarked or any(layer.experts for layer in architecture.kinds):
-        check_transformers_for(f"the experts of {architecture.name}", OLDEST_FOR_EXPERTS)
+        check_version("transformers", OLDEST_FOR_EXPERTS, f"the experts of {architecture.name}")
     if architecture.outside_linears:
         raise ValueError(
             f"{architecture.name} has weights outside linear layers and known experts, as Conv1D has "

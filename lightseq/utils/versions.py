@@ -39,11 +39,11 @@ def check_transformers() -> None:
         )
 
 
-def check_transformers_for(part: str, oldest: str) -> None:
-    """Raises ValueError if the installed transformers is older than a part of a model needs."""
-    found = version("transformers")
+def check_version(package: str, oldest: str, part: str) -> None:
+    """Raises ValueError if the installed package is older than a part of lightseq or of a model needs."""
+    found = version(package)
     if Version(found) < Version(oldest):
-        raise ValueError(f"transformers {found} is too old for {part}; install {oldest} or newer")
+        raise ValueError(f"{package} {found} is too old for {part}; install {oldest} or newer")
 
 
 @cache
