@@ -323,6 +323,7 @@ def trained(folder: Path, name: str) -> Path:
     return folder / f"for-{name}" / f"checkpoint-{STEPS - 1}"
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_fp8_only(folder: Path) -> None:
     checkpoint = trained(folder, "llama")
     assert json.loads((checkpoint / "adapter_four_bits.json").read_text())["form"] == "fp8"

@@ -293,7 +293,7 @@ def test_grpo_equals_one_process(case: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["kl"], RLOO_CASES))
+@pytest.mark.parametrize("case", slow_except([], RLOO_CASES))
 def test_rloo_equals_one_process(case: str, world: int) -> None:
     check(Rloo, SplitRloo, RLOO_CASES[case], world)
 

@@ -480,7 +480,7 @@ def test_a_hopeless_run_is_planned_with_the_least_memory() -> None:
 @pytest.mark.parametrize(
     ("flags", "counts"),
     [
-        ("--remat attention+mlp --host_memory_budget 3", {OFFLOAD: 1, KEEP: 31}),
+        pytest.param("--remat attention+mlp --host_memory_budget 3", {OFFLOAD: 1, KEEP: 31}, marks=pytest.mark.slow),
         ("--remat attention --host_memory_budget 0.001", {RECOMPUTE: 13, KEEP: 19}),
     ],
 )
@@ -783,10 +783,10 @@ def test_the_record_and_the_table_name_the_layers_with_state_on_the_gpu(capsys: 
         pytest.param("", "planned with 8 cores per rank", False, marks=pytest.mark.slow),
         ("", "unlimited memory, for the longest length too; --host_memory GIB", True),
         pytest.param("--host_memory 400", "unlimited memory", False, marks=pytest.mark.slow),
-        ("--offload none", "unlimited memory", False),
+        pytest.param("--offload none", "unlimited memory", False, marks=pytest.mark.slow),
         ("--offload both", "planned with 8 cores per rank", True),
         pytest.param("--offload both --host_cores 64", "planned with 8 cores per rank", False, marks=pytest.mark.slow),
-        ("--model_max_length 128K", "positions that the model covers", True),
+        pytest.param("--model_max_length 128K", "positions that the model covers", True, marks=pytest.mark.slow),
         pytest.param(
             "--model_max_length 128K --rope_theta 5e6", "positions that the model covers", False, marks=pytest.mark.slow
         ),
@@ -805,7 +805,10 @@ def test_notes_name_what_a_plan_assumes(flags: str, note: str, noted: bool, caps
     assert any(note in line for line in record["notes"]) == noted
 
 
-@pytest.mark.parametrize(("flags", "length"), [("--lora_rank 16", 2**20), ("--optim adamw_8bit", 768_000)])
+@pytest.mark.parametrize(
+    ("flags", "length"),
+    [pytest.param("--lora_rank 16", 2**20, marks=pytest.mark.slow), ("--optim adamw_8bit", 768_000)],
+)
 def test_long_sequences_of_8b_fit_on_one_gpu_of_80_gb(flags: str, length: int) -> None:
     words = f"--bf16 --model_max_length {length} {flags}"
     found = make_plan(planned_run(LLAMA, words, 1, gpu=72.8 * GIB, host=125 * GIB, chosen=True))

@@ -57,7 +57,7 @@ def test_a_schedule_is_right_for_every_number_of_head_groups(name: str, groups: 
             validate(make_schedule(name, world, groups, ulysses))
 
 
-@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("groups", [1, *(pytest.param(groups, marks=pytest.mark.slow) for groups in (2, 4))])
 def test_kept_operands_do_not_move_again(groups: int) -> None:
     for world in SOME_WORLDS[1:]:
         schedule = make_schedule("ulysses", world, groups)

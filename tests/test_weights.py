@@ -154,6 +154,9 @@ class CountedSlice:
     def get_shape(self) -> list[int]:
         return self.part.get_shape()
 
+    def get_dtype(self) -> str:
+        return self.part.get_dtype()
+
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         read = self.part[index]
         self.note(len(read))

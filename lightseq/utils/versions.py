@@ -2,7 +2,7 @@
 
 import hashlib
 from functools import cache
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +11,7 @@ from packaging.version import Version
 OLDEST_TRANSFORMERS: Final = "5.9"
 OLDEST_FOR_EXPERTS: Final = "5.20"  # marks modules of stacked experts with all that lightseq reads
 OLDEST_FOR_RECURRENCES: Final = "5.22"  # every such mixer passes its keywords on
+version = cache(metadata.version)  # parsing the metadata of a package takes 20 ms
 NEWEST_TESTED: Final = {"torch": "2.13", "transformers": "5.24"}
 
 
