@@ -94,7 +94,8 @@ train: $(READY) data/stdlib/meta.json
 	@echo "draw: curves from $(OUTPUT)/metrics.jsonl"
 	@$(RUN) -m analysis "$(OUTPUT)"
 	@echo "generate: what the model writes after 'import '; $(STEPS) steps teach it little more than which letters are frequent"
-	@text=$$($(RUN) -m lightseq generate "$(OUTPUT)/checkpoint-$(STEPS)" --prompt "import " --max_new_tokens 200) && \
+	@text=$$($(RUN) -m lightseq generate "$(OUTPUT)/checkpoint-$(STEPS)" --prompt "import " --max_new_tokens 200 \
+	    --temperature 1 --top_p 1) && \
 	    printf '%s\n' "$$text" | sed '/^[[:space:]]*$$/d; s/^/  | /'
 
 # Three tests at a time on two cores, for some wait without computing. A worker begins with a third of the files, for the
