@@ -19,7 +19,7 @@ from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models.decoder import placeholder_ids
 from lightseq.models.presets import LLAMA3
 from lightseq.training.find_model import find_model
-from lightseq.training.inputs import find_examples
+from lightseq.training.run_data import find_examples
 
 IMAGE = 62
 

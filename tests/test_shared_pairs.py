@@ -33,8 +33,8 @@ from lightseq.data.shared_rows import even_lengths, with_shared_prefixes
 from lightseq.distributed.world import World
 from lightseq.schedule.nodes import Nodes
 from lightseq.training.find_model import FoundModel
-from lightseq.training.inputs import find_examples
 from lightseq.training.prefix_flags import least_saved
+from lightseq.training.run_data import find_examples
 from lightseq.utils.tensors import IGNORE_INDEX
 
 

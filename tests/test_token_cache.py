@@ -32,8 +32,8 @@ from lightseq.data.sources import ReadOptions, source_identity
 from lightseq.data.token_directory import write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, Tokenizer
 from lightseq.models import hub
-from lightseq.training.inputs import find_examples
 from lightseq.training.metrics import read_records
+from lightseq.training.run_data import find_examples
 from lightseq.utils.tensors import IGNORE_INDEX
 
 datasets, pa, pq = map(pytest.importorskip, ("datasets", "pyarrow", "pyarrow.parquet"))

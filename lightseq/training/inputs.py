@@ -3,7 +3,6 @@
 setup_checks.py has the checks of flags.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,23 +23,18 @@ from lightseq.checkpoint.resume import (
 )
 from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import BatchStream, open_examples, require_target
-from lightseq.data.column_flags import renamed_columns, split_columns
+from lightseq.data.batches import BatchStream
 from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
-from lightseq.data.held_out import hold_out
 from lightseq.data.load_tokenizer import has_tokenizer, read_chat_template
-from lightseq.data.mixture import WeightedPath, mix, paths_of, weighted_paths
-from lightseq.data.packing import PackedExamples, open_windows_to_pack, pack
-from lightseq.data.sources import ReadOptions, holds_columns, holds_rows
+from lightseq.data.mixture import paths_of
 from lightseq.data.token_directory import made_with_one
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.distributed.parallel_dims import ParallelDims
 from lightseq.distributed.world import World
 from lightseq.models import weight_files
-from lightseq.models.decoder import placeholder_ids, text_config
+from lightseq.models.decoder import text_config
 from lightseq.models.presets import ModelFamily
-from lightseq.objectives.registry import objective_of
 from lightseq.parts.adapter_files import check_start
 from lightseq.parts.adapters import Lora
 from lightseq.parts.chosen_experts import build_to_train
@@ -50,7 +44,7 @@ from lightseq.training.find_model import FoundModel, fetch_weights, find_model, 
 from lightseq.training.find_teacher import FetchedTeacher, find_teacher
 from lightseq.training.optimization import check_lr_schedule
 from lightseq.training.output_directory import check_output_dir
-from lightseq.training.prefix_flags import check_share_prefixes
+from lightseq.training.run_data import evaluation_stream, open_data
 from lightseq.training.sample_prompts import SamplePrompts, read_sample_prompts
 from lightseq.training.setup_checks import (
     Notes,
@@ -202,7 +196,7 @@ def _check_checkpoint(
 def _open_streams(config: TrainConfig, world: World, model: FoundModel, resume_from: Path | None) -> _Streams:
     """Opens the data at the run's position. Raises ValueError if it does not fit the run."""
     data_ranks = model.dims.data_ranks
-    examples, eval_examples = _open_data(config, world, model)
+    examples, eval_examples = open_data(config, world, model)
     stream, notes = _resume_stream(_training_stream(examples, config, world, data_ranks), resume_from)
     eval_stream = None
     if eval_examples is not None:
@@ -215,31 +209,6 @@ def _open_streams(config: TrainConfig, world: World, model: FoundModel, resume_f
             f"step {total_steps}; give a larger --max_steps"
         )
     return _Streams(stream, eval_stream, total_steps, notes)
-
-
-def _open_data(config: TrainConfig, world: World, model: FoundModel) -> tuple[Examples, Examples | None]:
-    """Opens the examples to train on, and those to evaluate on, if the run evaluates."""
-    if config.eval_fraction is not None:
-        return _hold_out(config, world, model)
-    examples = find_examples(config.data_path, model, config, world)
-    if not config.eval_data_path or config.eval_schedule == "no":
-        return examples, None
-    held = find_examples(config.eval_data_path, model, config, world, evaluates=True)
-    require_target(held, config.eval_data_path)
-    return examples, held
-
-
-def _hold_out(config: TrainConfig, world: World, model: FoundModel) -> tuple[Examples, Examples]:
-    """Splits the rows of each source, so that a mixture holds out a share of every one. Held-out rows count once."""
-    path, fraction = config.data_path, config.eval_fraction
-    assert fraction is not None, "the caller checks"
-    sources = weighted_paths(path)
-    opened = _open_sources(sources, model, config, world, trains=True)
-    split = [hold_out(rows, fraction, config.seed, source.path) for rows, source in zip(opened, sources, strict=True)]
-    trained = mix([rows for rows, _ in split], sources, config.seed)
-    held = mix([rows for _, rows in split], [WeightedPath(source.path) for source in sources], config.seed)
-    require_target(held, f"the part of {path} that --eval_fraction {fraction} holds out")
-    return _packed(path, trained, config), _packed(path, held, config)
 
 
 def _training_stream(examples: Examples, config: TrainConfig, world: World, data_ranks: int) -> BatchStream:
@@ -291,71 +260,6 @@ def _collect_notes(
         )
     context = context_warning(model.config, documents.longest_tokens, model.unscaled) if documents else None
     return notes + ((f"warning: {context}",) if context else ()) + model.warnings
-
-
-def find_examples(path: str, model: FoundModel, config: TrainConfig, world: World, evaluates: bool = False) -> Examples:
-    """Opens data for training or, with `evaluates`, the part for evaluation that --max_eval_samples allows.
-
-    `path` may name several sources. Raises ValueError if the data cannot be opened or does not fit the model.
-    """
-    trains = path == config.data_path and not (evaluates and path == config.eval_data_path)
-    sources = weighted_paths(path, "--data_path" if trains else "--eval_data_path")
-    if not trains and any(source.weight != 1 for source in sources):
-        raise ValueError(f"--eval_data_path {path} has weights, but evaluation reads every row once; leave them out")
-    opened = _open_sources(sources, model, config, world, trains, evaluates)
-    return _packed(path, mix(opened, sources, config.seed), config)
-
-
-def _packed(path: str, examples: Examples, config: TrainConfig) -> Examples:
-    """Returns the examples of `path` in the form that --packing asks for."""
-    if config.packing == "none":
-        return examples
-    names = ", ".join(source.path for source in weighted_paths(path))
-    return pack(names, examples, shares_prefixes=config.share_prefixes is True)  # type: ignore[arg-type]
-
-
-def _open_sources(
-    sources: Sequence[WeightedPath],
-    model: FoundModel,
-    config: TrainConfig,
-    world: World,
-    trains: bool,
-    evaluates: bool = False,
-) -> list[Examples]:
-    """Opens each source by itself, with whole windows if they are to be packed."""
-    check_share_prefixes(config, model.config)
-    length, vocab_size = config.model_max_length, text_config(model.config).vocab_size
-    open_data = open_examples if config.packing == "none" else open_windows_to_pack
-    # --text_column, --columns and --ignore_columns may be meant for other sources, which have rows.
-    everything = [path for text in (config.data_path, config.eval_data_path) if text for path in paths_of(text)]
-    limits_evaluation = evaluates and config.max_eval_samples is not None
-    opened: list[Examples] = []
-    for source in sources:
-        reads_text = holds_rows(source.path) or not any(map(holds_rows, everything))
-        reads_columns = holds_columns(source.path) or not any(map(holds_columns, everything))
-        options = ReadOptions(
-            text_column=config.text_column if reads_text else TrainConfig.text_column,
-            ignored_columns=split_columns(config.ignore_columns) if reads_columns else (),
-            renamed_columns=renamed_columns(config.columns) if reads_columns else {},
-            limit=config.max_eval_samples if limits_evaluation else config.max_train_samples if trains else None,
-            cache=Path(config.data_cache).expanduser(),
-            chat_template=config.chat_template,
-            limits_documents=limits_evaluation,
-            refused_ids=placeholder_ids(model.config),
-            pairs=objective_of(config).trains_on_pairs,
-            shares_prefixes=config.share_prefixes is True,
-        )
-        tokenizer, lazy = model.tokenizer, config.lazy_preprocess
-        opened.append(open_data(source.path, length, vocab_size, tokenizer, lazy, world.is_main, options))
-    return opened
-
-
-def evaluation_stream(examples: Examples, length: int, config: TrainConfig, data_ranks: int) -> BatchStream:
-    """Returns a stream of all examples, once and in order."""
-    packed = isinstance(examples, PackedExamples)
-    return BatchStream(
-        examples, length, config.per_device_eval_batch_size, data_ranks, epochs=1, shuffle=False, packed=packed
-    )
 
 
 def _bytes_are_tokens(config: TrainConfig, directory: Path | None) -> bool:

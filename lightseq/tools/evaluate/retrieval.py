@@ -25,7 +25,7 @@ from lightseq.tools.evaluate.needle import IdNeedles, Ids, Search, TextNeedles, 
 from lightseq.tools.evaluate.options import CHOICES, DEPTHS, TRIALS, Options, lengths_of
 from lightseq.tools.evaluate.tasks import Result, Task, inputs_for
 from lightseq.training.find_model import FoundModel
-from lightseq.training.inputs import evaluation_stream, find_examples
+from lightseq.training.run_data import evaluation_stream, find_examples
 from lightseq.training.setup_checks import require_chats
 from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import aligned, plural

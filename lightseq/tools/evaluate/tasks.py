@@ -10,7 +10,8 @@ from lightseq.distributed.world import World
 from lightseq.objectives.next_token import POWERS, Bin, Perplexity, bin_starts, measure, perplexity
 from lightseq.tools.evaluate.options import Options
 from lightseq.training.find_model import FoundModel, fetch_weights
-from lightseq.training.inputs import Inputs, evaluation_stream, find_examples
+from lightseq.training.inputs import Inputs
+from lightseq.training.run_data import evaluation_stream, find_examples
 from lightseq.training.setup_checks import require_chats
 from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import aligned, four_significant_digits, plural
