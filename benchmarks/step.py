@@ -67,7 +67,7 @@ def parser() -> Parser:
     how("--warmup", type=positive, default=3, metavar="N", help="untimed steps before the measurement")
     how("--steps", type=positive, default=7, metavar="N", help="timed steps")
     how("--timeout", type=seconds, default=900.0, metavar="S", help="time limit for one implementation at one length")
-    more = "measure lightseq with these flags of llama3/train.py, too; may be repeated"
+    more = "measure lightseq with these flags of llama3/train.py, beside --implementations; may be repeated"
     how("--lightseq_flags", metavar="WORDS", action="append", default=[], help=more)
     python = "python with unsloth, which needs older transformers and TRL than trl; if not given, this one"
     how("--unsloth_python", metavar="PATH", help=python)

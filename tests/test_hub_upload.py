@@ -99,6 +99,7 @@ def test_a_failed_upload_names_the_command_that_makes_it(tmp_path: Path, hub: ty
     ("flags", "said"),
     [
         ("--hub_model_id me/books", "--hub_model_id me/books names where to upload; add --push_to_hub True"),
+        ("--hub_private_repo True", "--hub_private_repo True is for an upload; add --push_to_hub True"),
         (
             "--push_to_hub True --save_strategy no",
             "--push_to_hub uploads a checkpoint, and --save_strategy no writes none; leave one out",

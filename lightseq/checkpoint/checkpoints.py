@@ -154,10 +154,8 @@ def _remove_own(path: Path) -> None:
             path.unlink()
         return
     try:
-        names = [
-            *manifest.own_files(path),
-            manifest.MANIFEST,
-        ]  # last, for a call that has to finish this one
+        # The manifest last, for a call that has to finish this one.
+        names = [*manifest.own_files(path), manifest.MANIFEST]
     except ValueError:
         unfinished = PARTIAL in path.name and _is_unfinished(path)
         if is_written_by_run(path) or unfinished or not _holds_files(path):

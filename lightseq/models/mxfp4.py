@@ -74,10 +74,8 @@ def dequantize(codes: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch
     experts, _, outputs = shape
     packed = (x.view(experts, outputs, -1).split(EXPERTS_AT_ONCE) for x in (codes, scales))
     for target, some, exponents in zip(found.split(EXPERTS_AT_ONCE), *packed, strict=True):
-        low, high = (
-            (some & 8) << 4 | (some & 7) << 1,
-            some & 128 | some >> 3 & 14,
-        )  # float8_e5m2 of value / 2**14
+        # float8_e5m2 of value / 2**14
+        low, high = (some & 8) << 4 | (some & 7) << 1, some & 128 | some >> 3 & 14
         numbers = torch.stack([low, high], dim=-1).view(torch.float8_e5m2).to(dtype)
         powers = ((exponents.int() + 14).clamp(max=255) << 23).view(torch.float32)  # 2**14 of the scale
         numbers = numbers.view(len(some), outputs, -1, GROUP).mul_(powers[..., None])

@@ -18,9 +18,10 @@ def create_repository(config: TrainConfig) -> str | None:
     Raises ValueError if the hub refuses it, before hours of training.
     """
     if not config.push_to_hub:
-        given = next((name for name in ("hub_model_id", "hub_private_repo") if getattr(config, name)), None)
-        if given is not None:
-            raise ValueError(f"--{given} {getattr(config, given)} names where to upload; add --push_to_hub True")
+        if config.hub_model_id is not None:
+            raise ValueError(f"--hub_model_id {config.hub_model_id} names where to upload; add --push_to_hub True")
+        if config.hub_private_repo:
+            raise ValueError("--hub_private_repo True is for an upload; add --push_to_hub True")
         return None
     if config.save_strategy == "no":
         raise ValueError("--push_to_hub uploads a checkpoint, and --save_strategy no writes none; leave one out")

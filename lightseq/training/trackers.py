@@ -11,8 +11,6 @@ from lightseq.utils.formatting import first_line
 
 EVENTS: Final = ".lightseq"  # suffix of our TensorBoard files; other programs write into runs/ too
 PROJECT: Final = "lightseq"
-
-
 # Arguments of each tracker's class for a run that writes into a directory.
 ARGUMENTS: Final[Mapping[str, Callable[[Path], dict[str, Any]]]] = {
     "tensorboard": lambda run: {"run_name": "runs", "logging_dir": str(run), "filename_suffix": EVENTS},
