@@ -137,7 +137,7 @@ def test_memory_mfu_and_time_of_a_row_are_of_its_record() -> None:
 
 def test_the_table_of_shared_prefixes_is_of_its_records() -> None:
     found = [x for ranks in ("1", "2") for x in records(f"shared-prefix-{ranks}xh200")]
-    assert len(table("Rows that share a prefix").rows) == 7
+    assert len(table("Rows that share a prefix").rows) == 8
     model = world = ""
     for where, shape, *shown in table("Rows that share a prefix").rows:
         if where:

@@ -112,16 +112,33 @@ def test_packed_rows_are_planned_within_five_percent_and_ten(record: dict[str, A
     assert one_document.step_seconds > 1.1 * record["step_seconds"]
 
 
-def test_weights_in_four_bits_are_planned_within_five_percent_and_ten() -> None:
-    (record,) = ours("step-8b-4bit-packed-1xh200")
+def four_bits(record: dict[str, Any]) -> PlannedRun:
     words = record["trial_command"].split()
     words = [*words[words.index("llama3/train.py") + 1 :], "--remat", record["remat"]]
-    documents = DocumentLengths(record["packed_rows"], record["packed_rows"], record["packed_rows"])
+    packed = record["packed_rows"]
+    documents = DocumentLengths(packed, packed, packed) if packed else None
     config = parse(words, "").resolve_memory_flags(on_gpu=True)
-    run = PlannedRun(model_of("llama3-8b")[1], config, hardware_of(record, 1), documents=documents)
+    return PlannedRun(model_of(record["model"])[1], config, hardware_of(record, record["world"]), documents=documents)
+
+
+def test_weights_in_four_bits_are_planned_within_five_percent_and_ten() -> None:
+    (record,) = ours("step-8b-4bit-packed-1xh200")
+    run = four_bits(record)
     check_plan(make_plan(run), record)
-    dense = make_plan(run.changed(config=replace(config, load_in_4bit=False)))
+    dense = make_plan(run.changed(config=replace(run.config, load_in_4bit=False)))
     assert dense.parts.parameters > 2.5 * make_plan(run).parts.parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "model", "count"),
+    [("step-8b-4bit-128k-1xh200", "llama3-8b", 2), ("step-32b-70b-4bit-2xh200", "llama3-70b", 1)],
+)
+def test_long_and_large_models_in_four_bits_are_planned_as_closely(file: str, model: str, count: int) -> None:
+    found = [record for record in ours(file) if record["model"] == model]
+    assert len(found) == count
+    for record in found:
+        check_plan(make_plan(four_bits(record)), record)
 
 
 @pytest.mark.slow

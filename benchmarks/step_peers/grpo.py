@@ -121,7 +121,9 @@ def arguments_of(flags: argparse.Namespace, job: Job, folder: str) -> GRPOConfig
     if ranks > 1:
         values["ddp_find_unused_parameters"] = False
     if shards:
-        values |= fully_sharded(job, checkpoints=not splits) | {"gradient_checkpointing": splits}
+        recomputed = not flags.keep_activations
+        values |= fully_sharded(job, checkpoints=recomputed and not splits)
+        values["gradient_checkpointing"] = recomputed and splits  # by FSDP for TRL
     return GRPOConfig(**values)
 
 

@@ -140,6 +140,10 @@ def is_marked(config: PreTrainedConfig) -> bool:
     return hasattr(config, FIELD)
 
 
+def is_in_mxfp4(config: PreTrainedConfig) -> bool:
+    return is_marked(config) and getattr(config, FIELD)[0] == mxfp4.METHOD
+
+
 def _marked_weights(model: PreTrainedModel) -> dict[str, PackedWeight]:
     """Returns memory for the weights that a model's config says are packed, by their names."""
     form, *left_out = getattr(model.config, FIELD)

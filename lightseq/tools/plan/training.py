@@ -24,7 +24,7 @@ from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.expert_parallel import split_of
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.fp8 import check_hardware
-from lightseq.parts.packed_base import bits_of, held_as_stored, is_marked, mark
+from lightseq.parts.packed_base import bits_of, held_as_stored, is_in_mxfp4, mark
 from lightseq.plan.advice import changes_to_fit, faster_change, longest
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.document_lengths import read_document_lengths
@@ -165,8 +165,7 @@ def _notes(family: ModelFamily, run: PlannedRun, may_offload: bool) -> list[str]
             may_offload and math.isinf(hardware.host_memory)
         ),
         "--deterministic is assumed to cost nothing": config.deterministic,
-        "weights in four bits were measured on one GPU only": config.load_in_4bit and hardware.gpus > 1,
-        "weights in FP8 and MXFP4 were not measured": is_marked(run.model),
+        "weights in MXFP4 were not measured": is_in_mxfp4(run.model),
         "the reference kernel needs memory and time quadratic in a tile's length, which is not counted": (
             config.kernel_name == "reference"
         ),
