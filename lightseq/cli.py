@@ -55,6 +55,7 @@ COMMANDS: Mapping[str, Command] = {
     "generate": Command("lightseq.tools.generate", "continues prompts with a trained model"),
     "chat": Command("lightseq.tools.chat", "answers turns of a chat as they are typed"),
     "merge": Command("lightseq.tools.merge", "merges a LoRA adapter (trained with --lora_rank) into its model"),
+    "gguf": Command("lightseq.tools.gguf", "converts a model into a GGUF file for llama.cpp, by its converter"),
     "schedule": Command("lightseq.tools.schedule", "validates an attention schedule and draws its table"),
 }
 REMOVED: Mapping[str, str] = {
