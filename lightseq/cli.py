@@ -52,6 +52,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command(
         "lightseq.tools.plan.command", "predicts memory and step time; with --attention, for one attention layer"
     ),
+    "recipes": Command("lightseq.tools.recipes", "lists recipes, which train --config finds by name, or prints one"),
     "evaluate": Command("lightseq.tools.evaluate.command", "measures loss by position, or retrieval", on_ranks=True),
     "generate": Command("lightseq.tools.generate", "continues prompts with a trained model"),
     "chat": Command("lightseq.tools.chat", "answers turns of a chat as they are typed"),

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightseq.config.command_line import config_file_of
 from lightseq.config.flag_names import normalize_flag
 from lightseq.config.parser import Parser, count_flag, print_error
 from lightseq.models.presets import ModelFamily
@@ -43,6 +44,11 @@ def split_flags(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     given = [normalize_flag(word) for word in words]
     if given and not given[0].startswith("-"):
         given.insert(0, "--model_name_or_path")
+    file = config_file_of(given)
+    if file is not None:
+        from lightseq.config.config_file import plan_arguments_in  # imports PyYAML, which nothing else here needs
+
+        given = [*map(normalize_flag, plan_arguments_in(file)), *given]
     return parser().parse_known_args(given)
 
 
