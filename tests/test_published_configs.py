@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from lightseq.architecture.family import check_config, preset_config, resolve
 from lightseq.cli import BOTH, main
 from lightseq.models.build import model_class
+from lightseq.models.decoder import text_config
 from lightseq.models.presets import OTHERS
 from lightseq.models.published_configs import published_parameters
 
@@ -23,6 +24,8 @@ def test_there_are_twenty_shapes_each_with_a_hub_id_of_its_own() -> None:
 def test_a_preset_has_the_parameters_that_the_hub_counts(name: str) -> None:
     config = resolve(BOTH, name, random_init=True).config
     check_config(config, name)
+    rope = text_config(config).rope_parameters
+    assert len({isinstance(value, dict) for value in rope.values()}) == 1, "of the model, or of each type of layer"
     with torch.device("meta"):
         model = model_class(config)._from_config(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == published_parameters(name)
