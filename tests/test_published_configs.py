@@ -7,10 +7,12 @@ from transformers import PreTrainedConfig
 
 from lightseq.architecture.family import check_config, preset_config, resolve
 from lightseq.cli import BOTH, main
+from lightseq.config.command_line import parse
 from lightseq.models.build import model_class
 from lightseq.models.decoder import text_config
 from lightseq.models.presets import OTHERS
 from lightseq.models.published_configs import published_parameters
+from lightseq.tools.plan.command import split_flags
 
 NAMES = sorted(OTHERS.presets)
 
@@ -56,7 +58,7 @@ def test_a_type_of_model_that_transformers_lacks_is_refused(monkeypatch: pytest.
 
 
 def test_plan_takes_a_model_as_its_first_word(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "tiny-llama3", "--bf16", "--model_max_length", "4K", "--gpus", "1"]) == 0
-    assert "tiny-llama3, 4,096 tokens" in capsys.readouterr().out
+    own, training = split_flags(["qwen3-8b", "--bf16", "--gpus", "2"])
+    assert own.gpus == 2 and parse(training, "test", ()).model_name == "qwen3-8b"
     assert main(["plan", "Qwen3-8C", "--bf16", "--gpus", "1"]) == 2
     assert "did you mean qwen3-8b or qwen3-4b or qwen3-32b?" in capsys.readouterr().err
