@@ -24,12 +24,12 @@ from benchmarks.architectures import short_reason
 from benchmarks.command_line import NEEDED
 from benchmarks.tiny_models import empty_timm_towers
 from lightseq import hf
-from lightseq.architecture.family import check_config, preset_config
+from lightseq.architecture.family import check_config, resolve
 from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.context import release
+from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
 from lightseq.models.decoder import positions_in_table
-from lightseq.models.presets import LLAMA3
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.hardware import Hardware
@@ -97,12 +97,12 @@ CHECKPOINTS: Final[Mapping[str, str | tuple[str, dict[str, Any]]]] = {
     "Qwen/Qwen2.5-7B": ("qwen2", sizes(3584, 18944, 28, 28, 4, QWEN2)),
     "Qwen/Qwen2.5-32B": ("qwen2", sizes(5120, 27648, 64, 40, 8, QWEN2)),
     "Qwen/Qwen2.5-72B": ("qwen2", sizes(8192, 29568, 80, 64, 8, QWEN2)),
-    "Qwen/Qwen3-0.6B": ("qwen3", sizes(1024, 3072, 28, 16, 8, QWEN3, **D128, **TIED)),
-    "Qwen/Qwen3-1.7B": ("qwen3", sizes(2048, 6144, 28, 16, 8, QWEN3, **D128, **TIED)),
-    "Qwen/Qwen3-4B": ("qwen3", sizes(2560, 9728, 36, 32, 8, QWEN3, **D128, **TIED)),
-    "Qwen/Qwen3-8B": ("qwen3", sizes(4096, 12288, 36, 32, 8, QWEN3, **D128)),
-    "Qwen/Qwen3-14B": ("qwen3", sizes(5120, 17408, 40, 40, 8, QWEN3, **D128)),
-    "Qwen/Qwen3-32B": ("qwen3", sizes(5120, 25600, 64, 64, 8, QWEN3, **D128)),
+    "Qwen/Qwen3-0.6B": "qwen3-0.6b",
+    "Qwen/Qwen3-1.7B": "qwen3-1.7b",
+    "Qwen/Qwen3-4B": "qwen3-4b",
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "Qwen/Qwen3-14B": "qwen3-14b",
+    "Qwen/Qwen3-32B": "qwen3-32b",
     "Qwen/Qwen3-VL-2B-Instruct": ("qwen3_vl", qwen3_vl(2048, 6144, 28, 16, 8, **TIED)),
     "Qwen/Qwen3-VL-4B-Instruct": ("qwen3_vl", qwen3_vl(2560, 9728, 36, 32, 8, **TIED)),
     "Qwen/Qwen3-VL-8B-Instruct": ("qwen3_vl", qwen3_vl(4096, 12288, 36, 32, 8, **UNTIED)),
@@ -113,7 +113,7 @@ CHECKPOINTS: Final[Mapping[str, str | tuple[str, dict[str, Any]]]] = {
     "google/gemma-3-4b-pt": ("gemma3", gemma3(2560, 10240, 34, 8, 4)),
     "google/gemma-3-12b-pt": ("gemma3", gemma3(3840, 15360, 48, 16, 8)),
     "google/gemma-3-27b-pt": ("gemma3", gemma3(5376, 21504, 62, 32, 16, head_dim=128)),
-    "mistralai/Mistral-7B-v0.3": ("mistral", sizes(4096, 14336, 32, 32, 8, 32768, sliding_window=None)),
+    "mistralai/Mistral-7B-v0.3": "mistral-7b",
     "mistralai/Ministral-3-3B-Base-2512": ("mistral3", mistral3(3072, 9216, 26, 32, 8, **TIED)),
     "mistralai/Ministral-3-8B-Base-2512": ("mistral3", mistral3(4096, 14336, 34, 32, 8)),
     "mistralai/Ministral-3-14B-Base-2512": ("mistral3", mistral3(5120, 16384, 40, 32, 8)),
@@ -125,13 +125,13 @@ CHECKPOINTS: Final[Mapping[str, str | tuple[str, dict[str, Any]]]] = {
         "phi3", sizes(3072, 8192, 32, 24, 8, 200064, rope_parameters={
             "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}, **TIED),
     ),
-    "microsoft/phi-4": ("phi3", sizes(5120, 17920, 40, 40, 10, 100352)),
-    "allenai/Olmo-3-1025-7B": ("olmo3", sizes(4096, 11008, 32, 32, 32, 100278)),
+    "microsoft/phi-4": "phi-4",
+    "allenai/Olmo-3-1025-7B": "olmo3-7b",
     "allenai/Olmo-3-1125-32B": ("olmo3", sizes(5120, 27648, 64, 40, 8, 100278)),
     "ibm-granite/granite-3.3-2b-base": ("granite", sizes(2048, 8192, 40, 32, 8, 49159, **TIED)),
     "ibm-granite/granite-3.3-8b-base": ("granite", sizes(4096, 12800, 40, 32, 8, 49159, **TIED)),
     "HuggingFaceTB/SmolLM2-1.7B": ("llama", sizes(2048, 8192, 24, 32, 32, 49152, **TIED)),
-    "HuggingFaceTB/SmolLM3-3B": ("smollm3", {}),
+    "HuggingFaceTB/SmolLM3-3B": "smollm3-3b",
     "swiss-ai/Apertus-8B-2509": ("apertus", sizes(4096, 21504, 32, 32, 8, 131072)),
     "arcee-ai/AFM-4.5B-Base": ("arcee", sizes(2560, 18432, 36, 20, 4, 128005, **D128)),
     "tiiuae/Falcon3-7B-Base": ("llama", sizes(3072, 23040, 28, 12, 4, 131072, head_dim=256)),
@@ -152,13 +152,9 @@ CHECKPOINTS: Final[Mapping[str, str | tuple[str, dict[str, Any]]]] = {
     ),
     "CohereLabs/c4ai-command-r7b-12-2024": ("cohere2", sizes(4096, 14336, 32, 32, 8, 256000, **D128)),
     "CohereLabs/c4ai-command-a-03-2025": ("cohere2", sizes(12288, 36864, 64, 96, 8, 256000, **D128)),
-    "Qwen/Qwen3-30B-A3B": (
-        "qwen3_moe", sizes(2048, 6144, 48, 32, 4, QWEN3, **D128, num_experts=128, moe_intermediate_size=768),
-    ),
-    "Qwen/Qwen3.5-4B": (
-        "qwen3_5", {"text_config": sizes(2560, 9216, 32, 16, 4, 248320, head_dim=256, **TIED), **TIED}
-    ),
-    "Qwen/Qwen3.5-9B": ("qwen3_5", {}),
+    "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen/Qwen3.5-4B": "qwen3.5-4b",
+    "Qwen/Qwen3.5-9B": "qwen3.5-9b",
     "Qwen/Qwen3.5-35B-A3B": ("qwen3_5_moe", {}),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": ("qwen3_next", {}),
     "moonshotai/Kimi-Linear-48B-A3B-Instruct": ("kimi_linear", {}),
@@ -172,7 +168,7 @@ CHECKPOINTS: Final[Mapping[str, str | tuple[str, dict[str, Any]]]] = {
             "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
         },
     ),
-    "openai/gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "openai/gpt-oss-20b": "gpt-oss-20b",
     "deepseek-ai/DeepSeek-V3": ("deepseek_v3", {}),
     "meta-llama/Llama-4-Scout-17B-16E": ("llama4", {}),
     "google/gemma-4-31B": (
@@ -190,7 +186,7 @@ CHECKPOINTS: Final[Mapping[str, str | tuple[str, dict[str, Any]]]] = {
     ),
     "baidu/ERNIE-4.5-21B-A3B-PT": ("ernie4_5_moe", {}),
     "tencent/Youtu-LLM-2B": ("youtu", {}),
-    "mistralai/Mixtral-8x7B-v0.1": ("mixtral", {}),
+    "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
     "openbmb/MiniCPM3-4B": ("minicpm3", {}),
     "LiquidAI/LFM2-1.2B": (
         "lfm2", {"hidden_size": 2048, "num_hidden_layers": 16, "layer_types": [
@@ -230,7 +226,7 @@ def config_of(name: str) -> PreTrainedConfig:
     """Returns the config of a checkpoint."""
     known = CHECKPOINTS[name]
     if isinstance(known, str):
-        return preset_config(LLAMA3, known)
+        return resolve(BOTH, known, random_init=True).config
     model_type, fields = known
     config: PreTrainedConfig = CONFIG_MAPPING[model_type](**fields)
     return config

@@ -46,7 +46,7 @@ def model_of(name: str, layers: int | None = None) -> tuple[ModelFamily, PreTrai
     """
     families = (llama2.FAMILY, llama3.FAMILY)
     family = next((f for f in families if f.preset(name) is not None or name in f.aliases), llama3.FAMILY)
-    config = PRESETS[name]() if name in PRESETS else resolve(family, name, random_init=True).config
+    config = PRESETS[name]() if name in PRESETS else resolve(BOTH, name, random_init=True).config
     if layers is not None and layers > (all_layers := text_config(config).num_hidden_layers):
         raise ValueError(f"--layers {layers} exceeds the {all_layers} layers of {name}; give fewer")
     if layers is not None:

@@ -29,7 +29,8 @@ take `--nproc_per_node` and `--max_restarts` ([launching](launching.md#one-host)
 Hugging Face `Trainer`. `--bf16` alone means `--bf16 True`.
 
 ## Flags in a file
-`--config FILE` reads flags from a YAML or JSON file. Flags on the command line win over the file.
+`--config FILE` reads flags from a YAML or JSON file, or a [recipe](recipes.md) by its name. Flags on the command line
+win over the file.
 
 ```yaml
 # run.yaml

@@ -16,14 +16,15 @@ from lightseq.config.command_line import help_text, launcher_flags_in_file, prin
 from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
 from lightseq.distributed.rank_launcher import end_at_once_on_ctrl_c, start_ranks
-from lightseq.models.presets import LLAMA2, LLAMA3, ModelFamily
+from lightseq.models.presets import FAMILIES, LLAMA3, ModelFamily
 from lightseq.utils.process import without_collection
 from lightseq.utils.versions import check_transformers
 
+# Both families of Llama, and all others.
 BOTH = ModelFamily(
-    "llama2 or llama3",
-    {**LLAMA2.presets, **LLAMA3.presets},
-    {**LLAMA2.aliases, **LLAMA3.aliases},
+    "any family",
+    {name: preset for family in FAMILIES for name, preset in family.presets.items()},
+    {hub_id: name for family in FAMILIES for hub_id, name in family.aliases.items()},
     LLAMA3.scaled_preset,
     program="lightseq train",
 )
@@ -51,6 +52,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command(
         "lightseq.tools.plan.command", "predicts memory and step time; with --attention, for one attention layer"
     ),
+    "recipes": Command("lightseq.tools.recipes", "lists recipes, which train --config finds by name, or prints one"),
     "evaluate": Command("lightseq.tools.evaluate.command", "measures loss by position, or retrieval", on_ranks=True),
     "generate": Command("lightseq.tools.generate", "continues prompts with a trained model"),
     "chat": Command("lightseq.tools.chat", "answers turns of a chat as they are typed"),

@@ -414,7 +414,7 @@ def test_packed_documents_count_the_pairs_that_a_window_leaves(tmp_path: Path, m
         ("--unsloth_python /no/such/python", "--unsloth_python /no/such/python is not a program"),
         ("--lengths 64,100 --packed_rows 16", "--packed_rows 16 does not divide --lengths 100"),
         ("--model tiny-llama3 --lora_rank 300", "--lora_rank 300 exceeds the model's hidden size of 256"),
-        ("--model tiny-lama3", "did you mean tiny-llama3?"),
+        ("--model tiny-lama3", "did you mean tiny-llama3 or tiny-llama2?"),
         ("--model gemma3-4b --layers 35", "--layers 35 exceeds the 34 layers of gemma3-4b; give fewer"),
     ],
 )

@@ -166,7 +166,7 @@ def check_tool(program: Sequence[str]) -> None:
         accepted_by(evaluate.flags, words)
     elif name in ("train", "verify", "plan"):
         if name == "plan":
-            _, words = accepted_by(plan.parser().parse_known_args, words)
+            _, words = accepted_by(plan.split_flags, words)
         check_training(words if name == "train" else [*NOWHERE, *words])
     else:
         run_until_parsed(program)

@@ -49,12 +49,10 @@ def packed(inputs: int, outputs: int, seed: int) -> tuple[Tensor, Tensor, Tensor
     return blocks.to(torch.uint8), scales.to(torch.uint8), weight.flatten(-2).transpose(1, 2).contiguous()
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as gpt-oss has it, blocks and scales in two files, and `plain` beside it in bfloat16."""
-    folder = tmp_path_factory.mktemp("mxfp4")
+def write_published(folder: Path, config: GptOssConfig) -> None:
+    """Writes a checkpoint as gpt-oss has it, blocks and scales in two files, and `plain` beside it in bfloat16."""
     torch.manual_seed(0)
-    model = build(CONFIG, torch.bfloat16)
+    model = build(config, torch.bfloat16)
     parts: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     for name, parameter in model.named_parameters():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -65,13 +63,19 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parts[0][f"{name}_blocks"], parts[1][f"{name}_scales"] = blocks, scales
     model.save_pretrained(folder / "plain")
     shutil.copytree(folder / "plain", folder / "packed", ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "plain" / "config.json").read_text())
-    (folder / "packed" / "config.json").write_text(json.dumps(config | {"quantization_config": SETTINGS}))
+    saved = json.loads((folder / "plain" / "config.json").read_text())
+    (folder / "packed" / "config.json").write_text(json.dumps(saved | {"quantization_config": SETTINGS}))
     files = {f"model-0000{i + 1}-of-00002.safetensors": part for i, part in enumerate(parts)}
     for file, part in files.items():
         save_file(part, folder / "packed" / file, metadata={"format": "pt"})
     index = {"weight_map": {name: file for file, part in files.items() for name in part}}
     (folder / "packed" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mxfp4")
+    write_published(folder, CONFIG)
     return folder
 
 

@@ -1,5 +1,6 @@
 """Resolution of --model_name_or_path (a preset, its hub id, a local directory or any hub id), and RoPE scaling."""
 
+import copy
 import difflib
 import math
 import re
@@ -8,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from lightseq.architecture.inspection import inspect_architecture
 from lightseq.models import bnb4, fp8_blocks, mxfp4
@@ -66,11 +68,11 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
         if not random_init:
             remedy = "add --random_init, or give a directory (./name) or hub id that has weights"
             raise ValueError(f"--model_name_or_path {name} is a preset, which has no weights; {remedy}")
-        return ModelSource(preset_config(family, name), None)
+        return _source(preset_config(family, name), None, name)
     if random_init and name in family.aliases:
-        return ModelSource(preset_config(family, family.aliases[name]), None)
+        return _source(preset_config(family, family.aliases[name]), None, name)
     if (directory / "config.json").is_file():
-        return _source(directory, None if random_init else directory)
+        return _source(_read_config(directory), None if random_init else directory, name)
     if (directory / "adapter_config.json").is_file():
         raise ValueError(
             f"--model_name_or_path {name} is an adapter; merge it with its model first: lightseq merge "
@@ -83,11 +85,10 @@ def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> 
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise ValueError(_unknown_name(family, name))
     _check_hub(family, name)
-    return _source(name, None if random_init else name)
+    return _source(_read_config(name), None if random_init else name, name)
 
 
-def _source(name: Path | str, weights: Path | str | None) -> ModelSource:
-    config = _read_config(name)
+def _source(config: PreTrainedConfig, weights: Path | str | None, name: str) -> ModelSource:
     stored, quantization = mxfp4.METHOD if mxfp4.is_mxfp4(vars(config)) else None, None
     left_out: tuple[str, ...] = ()
     if (settings := getattr(config, "quantization_config", None)) is not None:
@@ -101,7 +102,7 @@ def _source(name: Path | str, weights: Path | str | None) -> ModelSource:
         left_out = fp8_blocks.modules_left_out(settings) if stored == fp8_blocks.METHOD else ()
     source = ModelSource(config, weights, stored, left_out, quantization)
     if weights is not None:
-        check_weights_are_not_quantized(source, str(name))
+        check_weights_are_not_quantized(source, name)
     return source
 
 
@@ -123,12 +124,18 @@ def model_within(directory: Path) -> str:
     return f"a checkpoint, such as {max(numbered, key=lambda path: int(path.name.split('-')[1]))}"
 
 
-def preset_config(family: ModelFamily, preset: str) -> LlamaConfig:
+def preset_config(family: ModelFamily, preset: str) -> PreTrainedConfig:
     """Returns a new config of a preset, which shares nothing with other configs."""
-    arguments: dict[str, Any] = dict(family.preset(preset) or {})
-    assert arguments, preset
-    # transformers modifies the mapping it is given, so copy it.
-    return LlamaConfig(**arguments | {"rope_parameters": dict(arguments["rope_parameters"])})
+    fields: dict[str, Any] = copy.deepcopy(dict(family.preset(preset) or {}))  # transformers modifies what it is given
+    assert fields, preset
+    model_type = fields.pop("model_type", "llama")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"--model_name_or_path {preset} is a {model_type}, which transformers {transformers.__version__} does not "
+            "have; install a newer transformers"
+        )
+    config: PreTrainedConfig = CONFIG_MAPPING[model_type](**fields)
+    return config
 
 
 def check_config(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
@@ -303,26 +310,39 @@ def _check_hub(family: ModelFamily, hub_id: str) -> None:
     if hub_id in family.aliases:
         remedy = "add --random_init to train its architecture from fresh weights"
     else:
-        remedy = f"give --random_init and a preset of {family.name} ({', '.join(family.presets)})"
+        nearest = [*_nearest_presets(family, hub_id.split("/")[-1]), *family.presets]
+        remedy = f"give --random_init and a preset, such as {nearest[0]}"
     raise ValueError(
         f"--model_name_or_path {hub_id} is not a local directory and cannot be fetched from the hub "
         f"({reason}); check the id and the network, or {remedy}. {CONFIG_IS_ENOUGH}"
     )
 
 
+CLOSE_NAMES: Final = 3  # presets that an unknown name may have meant
+
+
 def _unknown_name(family: ModelFamily, name: str) -> str:
     other = next((each for each in FAMILIES if each.preset(name) is not None), None)
     if other is not None:
-        return f"--model_name_or_path {name} is a preset of {other.name}: use {other.name}/train.py"
-    elsewhere = {preset: each for each in FAMILIES for preset in each.presets if preset not in family.presets}
+        return f"--model_name_or_path {name} is a preset of {other.name}: use {other.command}"
+    elsewhere = _presets_elsewhere(family)
+    given = f"--model_name_or_path {name} is not a directory, hub id or preset of {family.name}"
+    nearest = _nearest_presets(family, name)[:CLOSE_NAMES]
+    if not nearest:
+        return f"{given} ({', '.join(family.presets)}). {CONFIG_IS_ENOUGH}"
+    names = [f"{each}, of {elsewhere[each].command}" if each in elsewhere else each for each in nearest]
+    return f"{given}; did you mean {' or '.join(names)}? {CONFIG_IS_ENOUGH}"
+
+
+def _presets_elsewhere(family: ModelFamily) -> dict[str, ModelFamily]:
+    return {preset: each for each in FAMILIES for preset in each.presets if preset not in family.presets}
+
+
+def _nearest_presets(family: ModelFamily, name: str) -> list[str]:
+    """Returns the presets of similar names, the most similar first, and of equally similar ones the family's own."""
+    elsewhere, wanted = _presets_elsewhere(family), name.lower()
     known = [*family.presets, *elsewhere]
-    nearest = max(  # prefer this family
-        difflib.get_close_matches(name, known, n=len(known)),
-        key=lambda preset: (difflib.SequenceMatcher(None, preset, name).ratio(), preset in family.presets),
-        default=None,
+    return sorted(
+        difflib.get_close_matches(wanted, known, n=len(known)),
+        key=lambda preset: (-difflib.SequenceMatcher(None, preset, wanted).ratio(), preset in elsewhere),
     )
-    of_other = f", of {elsewhere[nearest].name}/train.py" if nearest in elsewhere else ""
-    guess = f"; did you mean {nearest}{of_other}?" if nearest else ""
-    presets = ", ".join(family.presets)
-    line = f"--model_name_or_path {name} is not a directory, hub id or preset of {family.name} ({presets}){guess}"
-    return f"{line}{'' if guess else '.'} {CONFIG_IS_ENOUGH}"

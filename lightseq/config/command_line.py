@@ -17,6 +17,7 @@ from lightseq.config.flag_names import FLAGS_OF_OTHER_PROGRAMS, OLDER_SPELLINGS,
 from lightseq.config.flags import GROUPS
 from lightseq.config.lengths import length_flag
 from lightseq.config.parser import MOST, Parser, whole_number
+from lightseq.config.recipes import config_flag
 from lightseq.config.train_config import TrainConfig, flag_types
 from lightseq.distributed.environment import is_main_process
 from lightseq.distributed.rank_launcher import add_launcher_flags, parse_launcher_flags, started_with
@@ -47,14 +48,20 @@ def _values(words: Sequence[str], program: str) -> dict[str, Any]:
     return vars(given)
 
 
+def config_file_of(words: Sequence[str]) -> Path | None:
+    """Returns the file that `--config` of a command line names. None also for a value that `parse` refuses."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", type=config_flag)
+    try:
+        path: Path | None = parser.parse_known_args(list(words))[0].config
+    except argparse.ArgumentError:
+        return None
+    return path
+
+
 def launcher_flags_in_file(words: Sequence[str]) -> tuple[str, ...]:
     """Returns the launcher flags in the file that `--config` of a command line names. Raises ValueError if invalid."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", type=Path)
-    try:
-        path = parser.parse_known_args(list(words))[0].config
-    except argparse.ArgumentError:  # no value, which `parse` refuses
-        return ()
+    path = config_file_of(words)
     if path is None:
         return ()
     from lightseq.config.config_file import launcher_arguments_in  # imports PyYAML, which nothing else here needs
@@ -127,8 +134,11 @@ def _parser(program: str, required: Sequence[str] = REQUIRED) -> Parser:
     parser = Parser(
         prog=program, formatter_class=layout, argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False
     )
-    file_help = "YAML or JSON file of flags, or the run.json of an earlier run. The command line overrides it."
-    parser.add_argument_group().add_argument("--config", type=Path, metavar="FILE", help=file_help)
+    file_help = (
+        "YAML or JSON file of flags, the name of a recipe (lightseq recipes lists them), or the run.json of an earlier "
+        "run. The command line overrides it."
+    )
+    parser.add_argument_group().add_argument("--config", type=config_flag, metavar="FILE", help=file_help)
     types = flag_types()
     for title, group in GROUPS.items():
         section = parser.add_argument_group(title)

@@ -16,6 +16,7 @@ from lightseq.config.yaml_file import TextLoader, read_file
 from lightseq.distributed.rank_launcher import LAUNCHER_FLAGS
 
 LAUNCHER_NAMES: Final = tuple(name for name, _ in LAUNCHER_FLAGS)
+PLAN: Final = "plan"  # a group of flags that `lightseq plan` alone reads
 MAX_NESTING = 100  # levels of a value
 
 
@@ -36,14 +37,27 @@ def launcher_arguments_in(path: Path) -> list[str]:
     return [argument for name, argument in _arguments(path) if name in LAUNCHER_NAMES]
 
 
-def _arguments(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the flags of a file: names, and command-line arguments."""
+def plan_arguments_in(path: Path) -> list[str]:
+    """Returns the flags of a file's group `plan`: hardware, and flags of training that a plan replaces."""
+    group = _read(path).get(PLAN) or {}
+    if not isinstance(group, dict):
+        raise ValueError(f"{path}: {PLAN}: give `flag: value` lines below it")
+    return [f"--{name}={_argument(str(name), value, path)}" for name, value in group.items()]
+
+
+def _read(path: Path) -> dict[Any, Any]:
     is_json = path.suffix == ".json"
     top = read_file(path, json.loads if is_json else partial(yaml.load, Loader=FlagLoader))
     if is_json and isinstance(top, dict) and "config" in top:
         top = top["config"]  # a run.json
     if not isinstance(top, dict):
         raise ValueError(f"{path}: give `flag: value` lines, alone or under {', '.join(GROUPS)}")
+    return top
+
+
+def _arguments(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields the flags of a file: names, and command-line arguments."""
+    top = {name: value for name, value in _read(path).items() if name != PLAN}
     unset = {*LAUNCHER_NAMES, *(field.name for field in fields(TrainConfig) if field.default is None)}
     for name, value in _ungrouped(top, path):
         if value is not None:

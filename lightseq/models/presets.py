@@ -1,11 +1,13 @@
-"""Published Llama 2, Code Llama and Llama 3 architectures by name, as `LlamaConfig` arguments, and their hub ids."""
+"""Published architectures by name, and their hub ids: Llama as `LlamaConfig` arguments, others from files."""
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-Preset = Mapping[str, object]  # arguments of LlamaConfig
+from lightseq.models import published_configs
+
+Preset = Mapping[str, object]  # arguments of the config class of its model_type; without one, of LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,11 @@ class ModelFamily:
     # Presets with a size in their name.
     scaled_preset: Callable[[str], Preset | None] = lambda _name: None
     program: str = ""  # training program; default: the train.py of its folder
+
+    @property
+    def command(self) -> str:
+        """The command that trains a model of the family."""
+        return self.program or f"{self.name}/train.py"
 
     def preset(self, name: str) -> Preset | None:
         """Returns the architecture of that name, if the family has one."""
@@ -215,4 +222,7 @@ def scaled_preset(name: str) -> Preset | None:
 
 LLAMA2: Final = ModelFamily("llama2", LLAMA2_PRESETS, LLAMA2_ALIASES)
 LLAMA3: Final = ModelFamily("llama3", LLAMA3_PRESETS, LLAMA3_ALIASES, scaled_preset)
-FAMILIES: Final = (LLAMA2, LLAMA3)
+OTHERS: Final = ModelFamily(
+    "other families", published_configs.CONFIGS, published_configs.HUB_IDS, program="lightseq train"
+)
+FAMILIES: Final = (LLAMA2, LLAMA3, OTHERS)

@@ -22,7 +22,7 @@ def main(family: ModelFamily, argv: Sequence[str] | None = None) -> int:
     set_up_process()
     is_rank = adopt_launcher()
     argv = list(sys.argv[1:] if argv is None else argv)
-    program = family.program or f"{family.name}/train.py"
+    program = family.command
     if print_help_if_asked(argv, lambda: help_text(program, starts_ranks=bool(family.program))):
         return 0
     try:

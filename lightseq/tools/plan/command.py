@@ -1,13 +1,13 @@
 """Plans a training run from its flags, without a GPU: whether it fits, how fast it is, and the longest sequence.
 
-lightseq plan --model_name_or_path llama3-8b --bf16 --torch_compile --model_max_length 1M \\
-    --offload activations --gpus 8 --chip h200 --host_memory 1900
+lightseq plan llama3-8b --bf16 --model_max_length 1M --gpus 8 --chip h200 --host_memory 1900
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightseq.config.command_line import config_file_of
 from lightseq.config.flag_names import normalize_flag
 from lightseq.config.parser import Parser, count_flag, print_error
 from lightseq.models.presets import ModelFamily
@@ -19,10 +19,11 @@ from lightseq.utils.process import without_collection
 def parser() -> argparse.ArgumentParser:
     out = Parser(
         prog="lightseq plan",
-        usage="lightseq plan --model_name_or_path NAME --model_max_length N --gpus N [--flag ...]",
+        usage="lightseq plan MODEL --model_max_length N --gpus N [--flag ...]",
         description="Predicts memory by category, step time by part, the placement of each layer's activations, and "
-        "the longest length that fits. Takes the flags of training (lightseq train --help) and these. With "
-        "--attention: one attention layer on clusters of different sizes (plan --attention --help).",
+        "the longest length that fits. Takes the flags of training (lightseq train --help) and these; MODEL is the "
+        "value of --model_name_or_path. With --attention: one attention layer on clusters of different sizes (plan "
+        "--attention --help).",
         allow_abbrev=False,
     )
     out.add_argument("--gpus", type=count_flag, required=True, help="number of GPUs")
@@ -38,12 +39,25 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
+def split_flags(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the flags of the plan itself, and those of training. Raises ValueError for invalid ones of the former."""
+    given = [normalize_flag(word) for word in words]
+    if given and not given[0].startswith("-"):
+        given.insert(0, "--model_name_or_path")
+    file = config_file_of(given)
+    if file is not None:
+        from lightseq.config.config_file import plan_arguments_in  # imports PyYAML, which nothing else here needs
+
+        given = [*map(normalize_flag, plan_arguments_in(file)), *given]
+    return parser().parse_known_args(given)
+
+
 def main(family: ModelFamily, words: Sequence[str]) -> int:
     """Runs `lightseq plan`. Returns 0 if the run fits, 1 if it does not, 2 on invalid input."""
     if "--attention" in words:
         return attention.main(words)
     try:
-        own, training = parser().parse_known_args([normalize_flag(word) for word in words])
+        own, training = split_flags(words)
         with without_collection():
             from lightseq.tools.plan.training import report  # imports torch, which takes seconds
 

@@ -44,7 +44,7 @@ PROGRAM = "lightseq plan"
 
 def report(family: ModelFamily, own: argparse.Namespace, training: Sequence[str], command: str) -> bool:
     """Prints the plan of a run. Returns whether it fits. Raises ValueError for flags that cannot be planned."""
-    run = _planned_run(family, own, training)
+    run = planned_run(family, own, training)
     plan = make_plan(run)
     length, faster = longest(run), faster_change(run) if plan.fits else None
     changes = [faster] if faster else [] if plan.fits else changes_to_fit(run, length)
@@ -68,7 +68,7 @@ def _append(path: Path, found: dict[str, Any]) -> None:
         raise ValueError(f"--output {path} cannot be written ({error.strerror}); give another file") from error
 
 
-def _planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]) -> PlannedRun:
+def planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]) -> PlannedRun:
     """Parses the flags. Raises ValueError for flags that training refuses, and for impossible hardware."""
     config = parse(training, PROGRAM, REQUIRED_BY_TOOLS)
     if config.deepspeed:
