@@ -23,7 +23,7 @@ both trainers, and compares their log-probabilities. `lightseq` splits every mic
 each process completions of its own.
 """
 EXAMPLES = """examples:
-  python3 benchmarks/grpo.py --model DIR --completions 16K,32K --lora_rank 16 --nproc_per_node 2
+  python3 benchmarks/grpo.py --model qwen3-4b --completions 16K,32K --lora_rank 16 --nproc_per_node 2
   ... --also eager,stored"""
 IMPLEMENTATIONS = ("lightseq", "trl")
 VARIANTS = {"eager": ["--eager"], "stored": ["--keep_activations"]}
@@ -38,7 +38,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parses the flags. Raises ValueError with a one-line reason."""
     out = Parser("benchmarks/grpo.py", ABOUT, EXAMPLES)
     what = out.add_argument_group("training").add_argument
-    what("--model", type=Path, required=True, metavar="DIR", help="directory with config.json; weights are random")
+    what("--model", required=True, metavar="NAME", help="preset, or directory with config.json; weights are random")
     what("--prompt", type=length, default="2K", metavar="N", help="tokens of the prompt that all completions share")
     what("--completions", type=listed(length), default="16K,32K", metavar="N,...", help="tokens of a completion")
     what("--generations", type=positive, default=8, metavar="N", help="completions of the prompt; an update has one")
@@ -67,7 +67,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _compare(flags: argparse.Namespace, words: Sequence[str]) -> None:
     from benchmarks.records import append, provenance  # imports torch, which takes seconds
+    from benchmarks.step_models import model_of
 
+    model = flags.output.with_suffix("") / "model"
+    model_of(flags.model)[1].save_pretrained(model)
     about = {"command": f"python3 benchmarks/grpo.py {shlex.join(words)}", **provenance(flags.commit)}
     for completion in flags.completions:
         found = dict[str, Path]()
@@ -79,7 +82,7 @@ def _compare(flags: argparse.Namespace, words: Sequence[str]) -> None:
                 "benchmark": "grpo",
                 "label": label,
                 "completion": completion,
-                **_take(flags, name, completion, more, result),
+                **_take(flags, model, name, completion, more, result),
             }
             if record["skipped"] is None:
                 found[label] = result.with_suffix(".safetensors")
@@ -96,13 +99,15 @@ def _trials(flags: argparse.Namespace) -> list[tuple[str, str]]:
     return [trial for trial in every if trial[0] in flags.implementations]
 
 
-def _take(flags: argparse.Namespace, name: str, completion: int, more: Sequence[str], result: Path) -> dict[str, Any]:
+def _take(
+    flags: argparse.Namespace, model: Path, name: str, completion: int, more: Sequence[str], result: Path
+) -> dict[str, Any]:
     """Runs one trainer at one length, and returns its numbers; `skipped` says why there are none."""
     from benchmarks.processes import Failed, run, torchrun
 
     command = [
         *torchrun(flags.nproc_per_node),
-        *(relpath(WORKER), name, "--model", str(flags.model), "--result", str(result)),
+        *(relpath(WORKER), name, "--model", str(model), "--result", str(result)),
         *("--prompt", str(flags.prompt), "--completion", str(completion), "--generations", str(flags.generations)),
         *("--updates", str(flags.warmup + flags.updates), "--rows", str(flags.rows)),
         *("--timeout", str(flags.timeout)),

@@ -276,6 +276,7 @@ def time_updates(
         "tokens": nodes.length,
         "pairs": int(nodes.area_before(np.array([nodes.length]))[0]),
         "seconds": statistics.median(steps["step_seconds"][flags.warmup :]),
+        "warmup": flags.warmup,
         **steps,
     }
 
@@ -300,6 +301,7 @@ def measure_trl(flags: argparse.Namespace, job: Job, record: Recorder) -> None:
         numbers = {
             "tokens": batch["input_ids"].numel(),
             "seconds": statistics.median(steps["step_seconds"][flags.warmup :]),
+            "warmup": flags.warmup,
         }
         line = step_line(shape, "TRL's tree", numbers | steps)
         record(line, {"part": "trl", "shape": str(shape), "form": "trl tree", **numbers, **steps})
