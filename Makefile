@@ -47,7 +47,7 @@ help:
 	@echo "make test-verl  the verl engine beside verl's own on CPU processes (four minutes), in an environment of its own"
 	@echo "make test-vllm  GRPO with completions of a vLLM server on the CPU (two minutes), in an environment of its own"
 	@echo "make test-axolotl  the axolotl plugin beside axolotl on CPU processes (five minutes), in an environment of its own"
-	@echo "make test-cluster  the Slurm scripts on a real Slurm of two hosts on this machine (ten minutes); needs root and Debian's packages"
+	@echo "make test-cluster  the Slurm scripts on a real Slurm of two hosts on this machine (twelve minutes); needs root and Debian's packages"
 	@echo "make test-gpu   the tests that need GPUs"
 	@echo "make test-wheel build the sdist and the wheel, and run README's commands from an empty environment (three minutes)"
 	@echo "make check      ruff, mypy, shellcheck"
