@@ -34,7 +34,7 @@ PINNED := 'torch==2.13.0' 'transformers==5.16.1' 'trl==1.9.0' 'accelerate==1.13.
 # Tests start hundreds of processes, which would compile this program anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install train test test-all test-compat test-trl test-verl test-vllm test-axolotl test-gpu check clean
+.PHONY: help install train test test-all test-compat test-trl test-verl test-vllm test-axolotl test-cluster test-gpu test-wheel check clean
 
 help:
 	@echo "make install    install lightseq and what it needs into .venv"
@@ -47,7 +47,9 @@ help:
 	@echo "make test-verl  the verl engine beside verl's own on CPU processes (four minutes), in an environment of its own"
 	@echo "make test-vllm  GRPO with completions of a vLLM server on the CPU (two minutes), in an environment of its own"
 	@echo "make test-axolotl  the axolotl plugin beside axolotl on CPU processes (five minutes), in an environment of its own"
+	@echo "make test-cluster  the Slurm scripts on a real Slurm of two hosts on this machine (twelve minutes); needs root and Debian's packages"
 	@echo "make test-gpu   the tests that need GPUs"
+	@echo "make test-wheel build the sdist and the wheel, and run README's commands from an empty environment (three minutes)"
 	@echo "make check      ruff, mypy, shellcheck"
 	@echo "make clean      remove caches and $(TRAINED); keeps .venv and data/"
 	@echo "PYTHON=PATH     use this interpreter and install nothing"
@@ -167,14 +169,20 @@ test-axolotl: .venv/axolotl/.ready
 	@.venv/axolotl/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(AXOLOTL)
 	@touch $@
 
+test-cluster: $(TESTS)
+	@tests/cluster.sh $(RUN) -m pytest -q tests/test_cluster.py $(ARGS)
+
 test-gpu: $(TESTS)
 	@$(RUN) -m pytest -q -m gpu $(ARGS)
+
+test-wheel:
+	@.ci/wheel
 
 check: $(TESTS)
 	@echo "check: format"; $(RUN) -m ruff format --check .
 	@echo "check: lint"; $(RUN) -m ruff check .
 	@echo "check: types"; $(RUN) -m mypy lightseq analysis benchmarks launch
-	@echo "check: shell"; PATH="$(TOOLS):$$PATH" shellcheck launch/*.sh launch/slurm/* examples/chess/*.sh .ci/run
+	@echo "check: shell"; PATH="$(TOOLS):$$PATH" shellcheck launch/*.sh launch/slurm/* tests/*.sh examples/chess/*.sh .ci/*
 
 # Never OUTPUT, which may come from the environment and name what took days.
 clean:

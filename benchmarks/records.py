@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from lightseq.training import run_info
 from lightseq.training.machine import hardware, versions
+from lightseq.utils import source
 from lightseq.utils.files import open_output, parse_json, record_lines
 from lightseq.utils.formatting import first_line
 
@@ -31,7 +31,7 @@ def provenance(commit: str | None, device: torch.device | None = None) -> dict[s
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             found = pool.submit(environment).result()
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"commit": commit or run_info.commit() or "unknown", "date": date, **found}
+    return {"commit": commit or source.commit() or "unknown", "date": date, **found}
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lightseq.distributed.environment import is_main_process, set_up_process
 from lightseq.distributed.rank_launcher import end_at_once_on_ctrl_c, start_ranks
 from lightseq.models.presets import FAMILIES, LLAMA3, ModelFamily
 from lightseq.utils.process import without_collection
+from lightseq.utils.source import describe_source
 from lightseq.utils.versions import check_transformers
 
 # Both families of Llama, and all others.
@@ -108,6 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_folder(folder.name, words[1:])
     if print_help_if_asked(words, overview):
         return 0
+    if words == ["--version"]:
+        if is_main_process():
+            print(f"lightseq {describe_source()}")
+        return 0
     if not is_main_process():
         return 2
     if words and words[0] in REMOVED:
@@ -131,4 +136,4 @@ def overview() -> str:
     lines = ["usage: " + "\n       ".join(usages), "", about, ""]
     lines += [f"  {name:<10} {command.about}" for name, command in COMMANDS.items()]
     lines += [f"  {name:<10} {folder.about}" for name, folder in FOLDERS.items()]
-    return "\n".join([*lines, "", "lightseq COMMAND --help lists its flags."])
+    return "\n".join([*lines, "", "lightseq COMMAND --help lists its flags. lightseq --version prints the version."])

@@ -64,8 +64,8 @@ sys.exit(abs(failed))
 
 SCONTROL = """
 import os, sys
-if sys.argv[1] == "update":
-    open("updates", "a").write(" ".join(sys.argv[2:]) + "\\n")
+if sys.argv[1] in ("update", "requeue"):
+    open(sys.argv[1] + "s", "a").write(" ".join(sys.argv[2:]) + "\\n")
 else:
     assert sys.argv[1:3] == ["show", "hostnames"], sys.argv
     count = int(sys.argv[3].removesuffix("]").split("-")[1])

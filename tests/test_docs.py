@@ -29,7 +29,7 @@ from pages import (
     split,
 )
 
-from lightseq.cli import COMMANDS
+from lightseq.cli import COMMANDS, FOLDERS
 from lightseq.config.checks import CHOICES
 from lightseq.config.command_line import parse
 from lightseq.distributed.rank_launcher import parse_launcher_flags
@@ -161,6 +161,8 @@ def check_program(program: Sequence[str]) -> None:
 
 def check_tool(program: Sequence[str]) -> None:
     name, words = program[2], parse_launcher_flags(program[3:]).rest
+    if name in FOLDERS:
+        return run_until_parsed(("-m", FOLDERS[name].name, *words))
     assert name in COMMANDS, f"lightseq has no command {name}"
     if name == "evaluate":
         accepted_by(evaluate.flags, words)
@@ -237,6 +239,7 @@ def test_faulty_commands_are_found() -> None:
         "python3 -m analysis compare a", "launch/local.sh llama4 --bf16", "python3 benchmarks/nothing.py",
         "launch/local.sh verify --steps 3", "sbatch launch/slurm/one_node.sbatch llama3 --steps 3", "launch/extend.sh",
         "python3 launch/sweep.py --config launch/sweeps/nothing.yaml", "lightseq schedule --schedule ring",
+        "lightseq data text a --outputs b",
         "lightseq plan --gpus 8 --model_name_or_path llama3-8b --remat most", "lightseq train --bf16",
         "python3 examples/sft.py --steps 3",
     )  # fmt: skip

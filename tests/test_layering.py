@@ -40,7 +40,10 @@ FLOOR = {package: number for number, row in enumerate(FLOORS) for package in row
 
 # Modules that a package loads only when a user asks for a name of theirs. The package does not depend on them, so they
 # may stand on any floor. Nothing else of ours passes a whole name to `import_module`.
-LATE_IMPORTS = {"lightseq.hf.__init__": {"lightseq.plan.make_plan"}}  # hf.plan_memory
+LATE_IMPORTS = {
+    "lightseq.__init__": {"lightseq.utils.source"},  # __version__
+    "lightseq.hf.__init__": {"lightseq.plan.make_plan"},  # hf.plan_memory
+}
 
 # The only places that may look at the environment.
 READ_ENVIRONMENT = (

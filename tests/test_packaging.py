@@ -1,16 +1,23 @@
 """The wheel, the lists of requirements, and the commands that an installation gives."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
 
+import lightseq
+from lightseq.cli import main
+from lightseq.utils import source
 from tests.forked import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -25,27 +32,85 @@ def test_the_requirements_are_the_base_matplotlib_and_deepspeed() -> None:
     assert extras["analysis"][0].startswith("matplotlib") and set(extras["analysis"]) < set(extras["dev"])
 
 
+PUBLISHED = ("lightseq", "data_gen", "analysis")  # what commands need
+UNINSTALLED = ("llama2", "llama3", "launch")  # scripts of a checkout
+
+
+def files_of(*folders: str) -> set[str]:
+    """Returns the files of the repository in folders, by their paths from its root."""
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    return {str(p.relative_to(ROOT)) for p in paths if p.is_file() and "__pycache__" not in p.parts}
+
+
+def as_installed(path: str) -> str:
+    return f"lightseq/{path}" if path.startswith(("data_gen/", "analysis/")) else path
+
+
+def test_the_wheel_has_every_file_of_commands_below_one_name() -> None:
+    found = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    assert found == {as_installed(path) for path in files_of(*PUBLISHED)}
+    assert {"lightseq/analysis/report.html", "lightseq/analysis/configs/tiny.yaml"} <= found
+
+
+def test_the_sdist_has_what_runs_uninstalled_and_no_tests(tmp_path: Path) -> None:
+    (path,) = SdistBuilder(str(ROOT)).build(directory=str(tmp_path))
+    with tarfile.open(path) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    about = {"LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "constraints.txt", "pyproject.toml"}
+    assert found == files_of(*PUBLISHED, *UNINSTALLED) | about | {"PKG-INFO", ".gitignore"}
+
+
+@pytest.mark.parametrize(
+    ("tags", "version"),
+    [(["v1.2.3"], r"1\.2\.3"), ([], r"0\.0\.1\.dev1\+g[0-9a-f]+"), (None, r"0\.0\.0")],
+    ids=["a tag", "no tag", "no git"],
+)
+def test_the_version_comes_from_tags(tags: list[str] | None, version: str, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    if tags is not None:
+        for words in (
+            "init -q",
+            "add .",
+            "-c user.name=a -c user.email=a@b commit -q -m one",
+            *(f"tag {x}" for x in tags),
+        ):
+            subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    assert re.fullmatch(version, WheelBuilder(str(tmp_path)).metadata.version)
+
+
+def test_the_version_is_printed_with_the_commit_of_a_checkout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(source.metadata, "version", {"lightseq-long": "1.2.3"}.__getitem__)
+    for commit, printed in ((None, "lightseq 1.2.3\n"), ("abc", "lightseq 1.2.3, checkout at commit abc\n")):
+        monkeypatch.setattr(source, "commit", lambda found=commit: found)
+        assert main(["--version"]) == 0 and capsys.readouterr().out == printed
+    assert lightseq.__version__ == "1.2.3"
+
+
+def test_workflows_run_scripts_that_are_here_and_publish_without_a_token() -> None:
+    texts = {path.stem: path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+    jobs = {name: yaml.safe_load(text)["jobs"] for name, text in texts.items()}
+    steps = [step for file in jobs.values() for job in file.values() for step in job["steps"]]
+    scripts = {step["run"].split()[0] for step in steps if step.get("run", "").startswith(".ci/")}
+    assert scripts == {".ci/run", ".ci/wheel"} and all(os.access(ROOT / script, os.X_OK) for script in scripts)
+    publish = jobs["release"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"} and publish["environment"]["name"] == "pypi"
+    assert "secrets." not in "".join(texts.values())
+
+
+def test_the_citation_names_the_paper() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0" and citation["license"] == PROJECT["license"]
+    assert citation["references"][0]["url"] == "https://arxiv.org/abs/2310.03294"
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the wheel of every folder that might get into it."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"  # a build writes into the folder that it builds
-    for path in ROOT.iterdir():
-        if path.is_dir() and any(path.glob("*.py")):
-            shutil.copytree(path, source / path.name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source)
-    subprocess.run([*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source], check=True)
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, check=True)
     (wheel,) = folder.glob("lightseq_long-*.whl")
     return wheel
-
-
-def test_the_wheel_has_one_name_and_every_file(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.split("/")[0] for name in names} == {"lightseq", f"lightseq_long-{PROJECT['version']}.dist-info"}
-    for folder, inside in (("lightseq", ""), ("data_gen", "lightseq/"), ("analysis", "lightseq/")):
-        files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-        assert {f"{inside}{path.relative_to(ROOT)}" for path in files} <= names
 
 
 @pytest.mark.slow
@@ -73,6 +138,8 @@ def test_a_wheel_trains_and_draws_outside_the_repository(wheel: Path) -> None:
     (folder / "where.py").write_text("import lightseq; print(lightseq.__file__)")
     assert Path(run("where.py").strip()).is_relative_to(folder / "site"), "the repository was imported instead"
     assert "analyze " in run("site/bin/lightseq --help")
+    version = run("site/bin/lightseq --version").split()[1]
+    assert version == wheel.name.split("-")[1]
     run("-m lightseq data synthetic --kind zipf --documents 8 --length 256 --vocab_size 256 --output data", "none")
     printed = run(
         "-m torch.distributed.run --standalone --nproc_per_node=2 -m lightseq train --model_name_or_path tiny-llama3 "
@@ -81,6 +148,7 @@ def test_a_wheel_trains_and_draws_outside_the_repository(wheel: Path) -> None:
         "none",
     )
     assert "step 2/2" in printed
+    assert json.loads((folder / "run" / "run.json").read_text())["versions"]["lightseq-long"] == version
     missing = run("-m lightseq analyze run", "none", status=2)
     assert missing == "analysis: error: matplotlib is not installed; pip install matplotlib\n"
     run("-m lightseq analyze run --output drawn")
@@ -92,17 +160,17 @@ def test_a_wheel_trains_and_draws_outside_the_repository(wheel: Path) -> None:
 @pytest.mark.slow
 def test_an_extra_is_added_without_replacing_the_clone(tmp_path: Path) -> None:
     """Installs as make does, then with an extra as the pages say: the clone's own files are imported both times."""
-    source, prefix = tmp_path / "lightseq", tmp_path / "environment"
+    clone, prefix = tmp_path / "lightseq", tmp_path / "environment"
     for name in ("lightseq", "data_gen", "analysis"):
-        (source / name).mkdir(parents=True)
-        shutil.copy(ROOT / name / "__init__.py", source / name)
-    for name in ("setup.py", "pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source)
+        (clone / name).mkdir(parents=True)
+        shutil.copy(ROOT / name / "__init__.py", clone / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
     for what in (".[analysis]", ".[lora]"):
         install = [*PIP, "install", "--no-deps", "--no-build-isolation", "--ignore-installed"]
-        subprocess.run([*install, "--prefix", prefix, "-e", what], cwd=source, check=True)
+        subprocess.run([*install, "--prefix", prefix, "-e", what], cwd=clone, check=True)
         (found,) = prefix.rglob("*.pth")
-        assert found.read_text().strip() == str(source) and not list(prefix.rglob("*finder*"))
+        assert found.read_text().strip() == str(clone) and not list(prefix.rglob("*finder*"))
 
 
 def test_pages_install_extras_without_replacing_the_clone() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightseq.training import run_info
-from lightseq.utils.versions import digest
+from lightseq.utils import source
+from lightseq.utils.source import digest
 
 
 @pytest.fixture
@@ -27,28 +27,28 @@ def head(root: Path) -> str:
 
 
 def test_the_commit_names_the_checkout_and_marks_changed_files(checkout: Path) -> None:
-    assert run_info.commit(checkout) == head(checkout)
+    assert source.commit(checkout) == head(checkout)
     (checkout / "new.py").write_text("new = 1\n")  # nothing that git knows
-    assert run_info.commit(checkout) == head(checkout)
+    assert source.commit(checkout) == head(checkout)
     (checkout / "a.py").write_text("a = 2\n")
-    assert run_info.commit(checkout) == f"{head(checkout)}-changed"
+    assert source.commit(checkout) == f"{head(checkout)}-changed"
 
 
 def test_a_tag_and_a_linked_worktree_have_the_commits_own_name(checkout: Path, tmp_path: Path) -> None:
     subprocess.run(["git", "-C", str(checkout), "tag", "v1"], check=True)
     subprocess.run(["git", "-C", str(checkout), "worktree", "add", "-q", str(tmp_path / "linked")], check=True)
-    assert run_info.commit(checkout) == run_info.commit(tmp_path / "linked") == head(checkout)
+    assert source.commit(checkout) == source.commit(tmp_path / "linked") == head(checkout)
 
 
 def test_there_is_no_commit_where_git_cannot_tell(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (checkout / "site-packages").mkdir()
-    assert run_info.commit(checkout / "site-packages") is None  # the checkout is somebody else's
+    assert source.commit(checkout / "site-packages") is None  # the checkout is somebody else's
     (tmp_path / "broken" / ".git").mkdir(parents=True)
-    assert run_info.commit(tmp_path / "broken") is None
+    assert source.commit(tmp_path / "broken") is None
     monkeypatch.setenv("PATH", "")
-    assert run_info.commit(checkout) is None
+    assert source.commit(checkout) is None
 
 
 def test_a_git_that_takes_long_is_not_waited_for(
@@ -58,8 +58,8 @@ def test_a_git_that_takes_long_is_not_waited_for(
     slow.write_text("#!/bin/sh\nexec sleep 30\n")
     slow.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(run_info, "GIT_SECONDS", 0.1)
-    assert run_info.commit(checkout) is None
+    monkeypatch.setattr(source, "GIT_SECONDS", 0.1)
+    assert source.commit(checkout) is None
 
 
 def test_the_digest_is_of_names_and_lines(checkout: Path) -> None:

@@ -134,6 +134,9 @@ def test_flags_can_come_from_a_file_one_word_a_line(reporting: Cluster) -> None:
     assert program[-4:] == ["--rope_scaling", '{"rope_type": "linear", "factor": 4}', "--fsdp", ""]
 
 
+SHARED_NODE = {"SLURM_GPUS_PER_NODE": "h100:2", "SLURM_GPUS_ON_NODE": "4"}  # as real Slurm sets them in exclusive jobs
+
+
 @pytest.mark.parametrize(
     ("nodes", "environment", "accumulation"),
     [
@@ -144,6 +147,7 @@ def test_flags_can_come_from_a_file_one_word_a_line(reporting: Cluster) -> None:
         (2, {"GLOBAL_BATCH": "32", "SEQUENCE_PARALLEL": "1", "MICRO_BATCH": "4"}, "1"),
         (1, {"MICRO_BATCH": "3"}, "1"),
         (1, {"NPROC": "", "SLURM_GPUS_ON_NODE": "2", "GLOBAL_BATCH": "8", "SEQUENCE_PARALLEL": "1"}, "4"),
+        (1, {"NPROC": "", **SHARED_NODE, "GLOBAL_BATCH": "8", "SEQUENCE_PARALLEL": "1"}, "4"),
     ],
 )
 def test_accumulation_makes_the_global_batch(
@@ -218,6 +222,16 @@ def test_a_job_is_requeued_only_on_request_and_then_resumes(reporting: Cluster) 
         (reporting.home / "saved" / name).mkdir(parents=True)
         (reporting.home / "saved" / name / "trainer_state.json").touch()
         assert value(program(given, **again), "--resume_from_checkpoint") == resumed
+
+
+@pytest.mark.parametrize(("made", "requeues"), [("checkpoint-5", True), ("checkpoint-5.partial", False)])
+def test_a_failed_job_is_requeued_only_if_it_has_saved(made: str, requeues: bool, cluster: Cluster) -> None:
+    saves = f"mkdir -p saved/{made}; sleep 0.1; touch saved/{made}/trainer_state.json; exit 3"
+    (cluster.programs / "python").write_text(f"#!/usr/bin/env bash\n{saves}\n")
+    (cluster.programs / "python").chmod(0o755)
+    command = "sbatch launch/slurm/one_node.sbatch llama3 --output_dir saved"
+    job = cluster.submit(command, PYTHON=str(cluster.programs / "python"), REQUEUE="1")
+    assert job.status == 3 and (cluster.home / "requeues").exists() == requeues
 
 
 def test_a_container_is_entered_by_srun(reporting: Cluster) -> None:

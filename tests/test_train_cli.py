@@ -51,10 +51,10 @@ from lightseq.training.fsdp_engine import FsdpEngine
 from lightseq.training.metrics import MetricsFile, read_records
 from lightseq.training.output_directory import continues_after_restart, lock_directory, mark_begun
 from lightseq.training.profiler import StepProfile
-from lightseq.training.run_info import commit
 from lightseq.training.setup_checks import check_profiled
 from lightseq.training.step_stats import StepResult
 from lightseq.training.terminal import Terminal
+from lightseq.utils.source import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, DOCUMENT, VOCABULARY = 48, 41, 64

@@ -11,7 +11,7 @@
 #   FLAGS_FILE                                      file with further flags, one word per line
 #   NPROC PYTHON                                    processes per node, interpreter
 #   CONTAINER                                       environment (.toml) or image to run in, see docs/launching.md
-#   REQUEUE                                         1 lets Slurm restart the job after a node failed
+#   REQUEUE                                         1 restarts the job after a failure, or SIGUSR1, from its checkpoint
 
 refuse() {
     echo "${SLURM_JOB_NAME:-launch/slurm}: error: $*" >&2
@@ -61,9 +61,17 @@ nearest() {
     if ((below > 0)); then echo "$below or $((below + $2))"; else echo "$2"; fi
 }
 
+# Prints the number of GPUs that srun gives each node; nothing if it is unknown. In an exclusive job, SLURM_GPUS_ON_NODE
+# counts all GPUs of the node, also if --gpus-per-node (a number, or TYPE:NUMBER) asks for fewer.
+gpus_per_node() {
+    local gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
+    echo "${gpus##*:}"
+}
+
 # Prints the number of processes on all nodes. Called only if it is needed, since it may be unknown.
 count_processes() {
-    local per_node=${NPROC:-${SLURM_GPUS_ON_NODE:-}}
+    local per_node=${NPROC:-}
+    per_node=${per_node:-$(gpus_per_node)}
     [[ -n $per_node ]] || refuse "the number of GPUs per node is unknown here; set NPROC"
     per_node=$(whole NPROC "$per_node")
     echo $(($1 * per_node))
@@ -105,7 +113,7 @@ check_batch_flags() {
     done
 }
 
-# REQUEUE=1 lets Slurm restart the job after a node failed or was taken; it resumes from its newest checkpoint.
+# REQUEUE=1 lets the job restart; it resumes from its newest checkpoint.
 add_requeue_flags() {
     case "${REQUEUE:-0}" in
     0) return ;;
@@ -117,31 +125,59 @@ add_requeue_flags() {
         return
     fi
     # Before its first checkpoint, the run resumes from the one that was given.
-    if has_saved || ! given --resume_from_checkpoint "${flags[@]}"; then
+    if has_saved "$(output_directory)" || ! given --resume_from_checkpoint "${flags[@]}"; then
         flags+=(--resume_from_checkpoint auto)
     fi
 }
 
-# Succeeds if the run's last --output_dir has a checkpoint.
-has_saved() {
+# Prints the run's last --output_dir.
+output_directory() {
     local word previous='' directory=''
     for word in "${flags[@]}"; do
         case ${previous//-/_} in __output_dir) directory=$word ;; esac
         case $word in --output_dir=* | --output-dir=*) directory=${word#*=} ;; esac
         previous=$word
     done
-    compgen -G "$directory/checkpoint-*/trainer_state.json" | grep -Eq '/checkpoint-[0-9]+/trainer_state.json$'
+    echo "$directory"
+}
+
+# Succeeds if the directory $1 has a checkpoint; with a file $2, if it has one that is newer.
+has_saved() {
+    find "$1" -mindepth 2 -maxdepth 2 -name trainer_state.json ${2:+-newer "$2"} 2>/dev/null |
+        grep -Eq '/checkpoint-[0-9]+/trainer_state.json$'
+}
+
+# Runs the command. If it fails or SIGUSR1 stops it, requeues the job, provided that this start has saved a checkpoint: a
+# run that makes no progress would be restarted for ever. Slurm itself requeues a job only when it finds a node down.
+run_and_requeue() {
+    local directory started=$1 step status=0
+    directory=$(output_directory)
+    "${command[@]}" &
+    step=$!
+    trap 'kill -USR1 "$step"' USR1 # of sbatch --signal=B:USR1@300, which reaches this shell only
+    wait "$step" || status=$?
+    while kill -0 "$step" 2>/dev/null; do # the signal ended the wait
+        status=0
+        wait "$step" || status=$?
+    done
+    ((status != 0)) || exit 0
+    if has_saved "$directory" "$started" && ! grep -Eq '"reason": "SIG(TERM|INT|HUP|QUIT)"' "$directory/run.json"; then
+        echo "launch: exit status $status; the job is requeued and resumes"
+        scontrol requeue "$SLURM_JOB_ID" || true # Slurm may have done so, because a node is down
+    fi
+    exit "$status"
 }
 
 # Sets the array `launcher`: number of processes and rendezvous. A container has its own interpreter.
 set_launcher() {
-    local hosts=("$@") python=${PYTHON:-}
+    local hosts=("$@") python=${PYTHON:-} gpus
+    gpus=$(gpus_per_node)
     if [[ -z $python ]]; then
         python=python3
         [[ -z ${CONTAINER:-} && -x .venv/bin/python ]] && python=$PWD/.venv/bin/python
     fi
     launcher=("$python" -m torch.distributed.run "--nnodes=${#hosts[@]}")
-    launcher+=("--nproc_per_node=${NPROC:-${SLURM_GPUS_ON_NODE:-gpu}}")
+    launcher+=("--nproc_per_node=${NPROC:-${gpus:-gpu}}")
     if ((${#hosts[@]} == 1)); then
         launcher+=(--standalone)
         return
@@ -221,6 +257,7 @@ job() {
     command=("${step[@]}" "${launcher[@]}" "${program[@]}" "${flags[@]}")
     echo "launch: nodes ${#hosts[@]}, head ${hosts[0]}, logs in $logs/"
     printf 'launch:%s\n' "$(printf ' %q' "${command[@]}")" | tee -a "$logs/command.log"
+    [[ ${REQUEUE:-0} == 0 ]] || run_and_requeue "$logs/command.log"
     exec "${command[@]}"
 }
 

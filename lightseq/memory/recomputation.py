@@ -16,7 +16,7 @@ from lightseq.parts.changes import Changes
 from lightseq.parts.compilation import allow_graphs_per_length
 from lightseq.parts.fp8 import FP8_COMPILE_OPTIONS
 from lightseq.parts.tiled import tile_layers
-from lightseq.utils.versions import source_digest
+from lightseq.utils.source import source_digest
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,11 @@ from typing import Any, Final
 import psutil
 import torch
 
+from lightseq.utils.source import DISTRIBUTION, is_checkout
+
 PACKAGES: Final = (  # whose versions run.json lists
-    *("torch", "transformers", "numpy", "einops", "safetensors", "flash-attn", "flash-attn-4", "deepspeed", "torchao"),
+    *(DISTRIBUTION, "torch", "transformers", "numpy", "einops", "safetensors"),
+    *("flash-attn", "flash-attn-4", "deepspeed", "torchao"),
 )
 
 
@@ -24,6 +27,8 @@ def versions() -> dict[str, str]:
 def _read_versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
     for package in PACKAGES:
+        if package == DISTRIBUTION and is_checkout():
+            continue  # it may have changed since it was installed, and run.json has its commit
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -17,7 +17,7 @@ from lightseq.distributed.parallel_dims import local_part
 from lightseq.models.weights import LORA_INFIX
 from lightseq.training.weight_decay import without_decay
 from lightseq.utils.formatting import first_line
-from lightseq.utils.versions import source_digest
+from lightseq.utils.source import source_digest
 
 NORM_ROW = 1 << 14  # values per partial sum of squares
 NOT_SETTINGS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # of a schedule, set by flags

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,7 @@ from lightseq.training.engine import Engine
 from lightseq.training.machine import hardware
 from lightseq.training.trainer import Trainer
 from lightseq.utils.formatting import plural
-
-PACKAGE = Path(__file__).resolve().parent.parent
-GIT_SECONDS = 2.0  # timeout for git, because a file system may be slow
+from lightseq.utils.source import commit
 
 
 def run_facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str, Any]:
@@ -134,21 +130,3 @@ def _adapters(trainer: Trainer) -> str:
     percent = f"{share:.2g}" if share < 100 else f"{share:,.0f}"
     targets = ", ".join((*lora.targets, *lora.parameters))
     return f"; LoRA rank {lora.rank} on {targets}, {count:,} trainable parameters ({percent}%)"
-
-
-def commit(root: Path = PACKAGE.parent) -> str | None:
-    """Returns the commit of the checkout at `root`, with `-changed` if files differ; None if it is not a checkout.
-
-    Only a `.git` in `root` itself counts, because a package may be installed inside another checkout.
-    """
-    if not (root / ".git").exists():
-        return None
-    git = ["git", "--no-optional-locks", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
-    command = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=-changed"]
-    try:
-        found = subprocess.run(
-            [*git, *command], capture_output=True, text=True, check=True, timeout=GIT_SECONDS, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip() or None

@@ -78,6 +78,8 @@ def train(family: ModelFamily, argv: list[str], program: str) -> str | None:
             metrics.close()
         if lock_file is not None:
             lock_file.close()
+        # A launcher that sees a rank end after a signal may end the others, and rank 0 writes last.
+        on_all_ranks(world, lambda: None)
     if repository is not None and stopped_by is None:
         upload(config, repository)
     return stopped_by

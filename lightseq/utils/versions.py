@@ -1,9 +1,7 @@
-"""Newest tested versions of torch and transformers, a warning for newer ones, and a digest of lightseq's source."""
+"""Newest tested versions of torch and transformers, and a warning for newer ones."""
 
-import hashlib
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Final
 
 from packaging.version import Version
@@ -45,17 +43,3 @@ def check_version(package: str, oldest: str, part: str) -> None:
     found = version(package)
     if Version(found) < Version(oldest):
         raise ValueError(f"{package} {found} is too old for {part}; install {oldest} or newer")
-
-
-@cache
-def source_digest() -> str:
-    """Returns a digest of lightseq's source files, which tells edited versions apart."""
-    return digest(Path(__file__).resolve().parent.parent)
-
-
-def digest(directory: Path) -> str:
-    """Returns a digest of the names and contents of a package's source files."""
-    total = hashlib.sha256()
-    for path in sorted(directory.rglob("*.py")):
-        total.update(str(path.relative_to(directory)).encode() + path.read_bytes())
-    return total.hexdigest()[:12]

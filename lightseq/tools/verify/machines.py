@@ -10,7 +10,7 @@ from lightseq.plan.breakdown import GIB
 from lightseq.tools.verify.report import Row, all_gather_object, result_row
 from lightseq.training.machine import hardware, versions
 from lightseq.utils.formatting import differences, plural
-from lightseq.utils.versions import source_digest
+from lightseq.utils.source import source_digest
 
 
 def machine(device: torch.device) -> dict[str, Any]:
