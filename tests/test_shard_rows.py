@@ -30,6 +30,17 @@ ROWS = [
 ]
 WEIGHTS = [[0.0] * 12 + [1.0] * 3, [0.0] * 12 + [-0.5] * 6, [0.25] * 13, [0.0] * 12 + [-1.0] * 3, [1.0] * 6, [2.0] * 4]
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3", "qwen3_moe", "qwen3")
+HYBRIDS = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "granitemoehybrid",
+    "nemotron_h",
+    "kimi_linear",
+    "lfm2",
+    "falcon_h1",
+    "olmo_hybrid",
+)
+TOLERANCES = {"qwen3_5_moe_text": 2e-4}  # its decays' gradients: rows one by one differ from float64 by 1.2e-4
 
 
 def fresh(family: str) -> Any:
@@ -71,7 +82,7 @@ def as_trees(rank: int, family: str) -> tuple[Any, Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world", slow_except([2], (1, 2, 3, 4)))
-@pytest.mark.parametrize("family", slow_except(["llama", "gpt_oss"], FAMILIES))
+@pytest.mark.parametrize("family", slow_except(["llama", "gpt_oss", "qwen3_5_text"], FAMILIES + HYBRIDS))
 def test_losses_and_gradients_equal_those_of_the_rows_one_by_one(family: str, world: int) -> None:
     loss, sums, gradients = row_by_row(family)
     for found_loss, found_sums, found in spawn(world, as_trees, family):
@@ -79,17 +90,17 @@ def test_losses_and_gradients_equal_those_of_the_rows_one_by_one(family: str, wo
         torch.testing.assert_close(torch.tensor(found_sums), sums, rtol=1e-5, atol=1e-5)
         for name, want in gradients.items():
             error = (torch.tensor(found[name]) - want).norm() / want.norm().clamp_min(1e-6)
-            assert error < 2e-5, f"{name} differs by {error:.1e}"
+            assert error < TOLERANCES.get(family, 2e-5), f"{name} differs by {error:.1e}"
 
 
 VARIANTS = ("adapters", "recomputed", "compiled", "sharded", "all")
 
 
-def trained_as(rank: int, variant: str) -> list[tuple[float, dict[str, Any]]]:
+def trained_as(rank: int, variant: str, family: str) -> list[tuple[float, dict[str, Any]]]:
     """Returns the loss and the gradients of rows as trees, and of the same rows whole."""
     found = []
     for shares in (True, False):
-        model: Any = fresh("llama")
+        model: Any = fresh(family)
         context = hf.enable(model, length=64, packed=True)
         layers, outer = model.model.layers, model
         if variant in ("adapters", "all"):
@@ -126,9 +137,10 @@ def trained_as(rank: int, variant: str) -> list[tuple[float, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", slow_except(["adapters"], VARIANTS))
-def test_adapters_shards_and_layers_that_are_compiled_or_recomputed_learn_alike(variant: str) -> None:
-    trees, whole = spawn(2, trained_as, variant)[0]
+def test_adapters_shards_and_layers_that_are_compiled_or_recomputed_learn_alike(variant: str, family: str) -> None:
+    trees, whole = spawn(2, trained_as, variant, family)[0]
     assert trees[0] == pytest.approx(whole[0], rel=1e-5)
     for name, want in whole[1].items():
         error = np.linalg.norm(trees[1][name] - want) / max(np.linalg.norm(want), 1e-6)
@@ -202,9 +214,8 @@ def test_rows_that_chose_other_experts_for_a_shared_token_are_refused() -> None:
 
 def refusals(rank: int) -> list[str]:
     said = []
-    hybrid, llama = (hf.enable(fresh(family), length=64) for family in ("qwen3_5_text", "llama"))
+    llama = hf.enable(fresh("llama"), length=64)
     for context, rows, weights in (
-        (hybrid, ROWS, WEIGHTS),
         (llama, [[1, 2]], [[1.0]]),
         (llama, [[1, 2]], [[0.0, float("nan")]]),
         (llama, [[1, 2]], []),
@@ -224,7 +235,6 @@ def refusals(rank: int) -> list[str]:
 def test_rows_that_cannot_be_learned_are_refused() -> None:
     for said in spawn(2, refusals):
         assert [x.partition(";")[0] for x in said] == [
-            "recurrent layers and short convolutions do not take rows that share a prefix",
             "row 0 has 2 tokens, but weights (1,)",
             "row 0 has the weight nan",
             "there are weights for 0 rows, but 1 rows",

@@ -3,8 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,12 +28,8 @@ from benchmarks.tiny_models import tiny_config
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch
-from lightseq.data.shared_rows import even_lengths, with_shared_prefixes
-from lightseq.distributed.world import World
+from lightseq.data.shared_rows import even_lengths, least_saved, with_shared_prefixes
 from lightseq.schedule.nodes import Nodes
-from lightseq.training.find_model import FoundModel
-from lightseq.training.prefix_flags import least_saved
-from lightseq.training.run_data import find_examples
 from lightseq.utils.tensors import IGNORE_INDEX
 
 
@@ -194,21 +189,10 @@ def config_of(flags: str) -> TrainConfig:
     return parse(f"--model_name_or_path m --data_path d --output_dir o {flags}".split(), "test")
 
 
-def test_recurrent_models_keep_documents_whole() -> None:
-    model, reason = tiny_config("qwen3_5_text"), "recurrent layers and short convolutions do not take rows that share"
-    assert least_saved(config_of("--objective dpo"), model) is None
-    asked = config_of("--objective dpo --share_prefixes True")
-    with pytest.raises(ValueError, match=rf"^--share_prefixes True does not work with \w+: {reason}[^\n]*$"):
-        find_examples("pairs.jsonl", cast(FoundModel, SimpleNamespace(config=model)), asked, cast(World, None))
-
-
 def test_flags_say_when_prefixes_are_shared() -> None:
-    model: Any = tiny_config("llama")
-    asked = {
-        x: least_saved(config_of(f"--objective dpo --share_prefixes {x}"), model) for x in ("auto", "True", "False")
-    }
+    asked = {x: least_saved(config_of(f"--objective dpo --share_prefixes {x}")) for x in ("auto", "True", "False")}
     assert asked == {"auto": 0.2, "True": 0.0, "False": None}
-    asked = {x: least_saved(config_of(f"--packing best_fit --share_prefixes {x}"), model) for x in asked}
+    asked = {x: least_saved(config_of(f"--packing best_fit --share_prefixes {x}")) for x in asked}
     assert asked == {"auto": None, "True": 0.0, "False": None}
 
 

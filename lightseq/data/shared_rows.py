@@ -6,12 +6,20 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch
 from lightseq.sequence.documents import RowPlaces
-from lightseq.sequence.shared_prefixes import share_prefixes
+from lightseq.sequence.shared_prefixes import LEAST_SAVED, share_prefixes
 from lightseq.utils.tensors import IGNORE_INDEX
 
 LENGTHS = 8  # of batches, whose trees leave different parts of a sequence empty
+
+
+def least_saved(config: TrainConfig) -> float | None:
+    """Returns the share of a batch's tokens that trees must save; None if documents stay whole."""
+    if config.share_prefixes:
+        return 0.0  # rows were packed for trees
+    return LEAST_SAVED if config.share_prefixes is None and config.objective == "dpo" else None
 
 
 def with_shared_prefixes(batch: Batch, least_saved: float) -> Batch:

@@ -14,7 +14,7 @@ from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum
 from lightseq.hf.shard_batch import shard_batch
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.sequence.documents import RowPlaces
-from lightseq.sequence.shared_prefixes import WHOLE_ROWS_ONLY, SharedRows, share_prefixes
+from lightseq.sequence.shared_prefixes import SharedRows, share_prefixes
 from lightseq.utils.tensors import IGNORE_INDEX, upload
 
 
@@ -39,11 +39,9 @@ def shard_rows(
     `routed_experts` has a rollout's choice of experts for each row, (tokens, layers, experts of a token), as in
     `shard_batch`. Router losses count a token once for each row that holds it, as over the separate rows.
 
-    Raises ValueError for rows without tokens, weights of other lengths or that are not finite, rows that chose other
-    experts for a token that they share, and models with recurrent layers, which do not take shared prefixes.
+    Raises ValueError for rows without tokens, weights of other lengths or that are not finite, and rows that chose
+    other experts for a token that they share.
     """
-    if context.config.carries_states:
-        raise ValueError(f"{WHOLE_ROWS_ONLY}; pass whole rows to shard_batch with cu_seqlens")
     shared, target = share_prefixes(rows), context.config.device if device is None else torch.device(device)
     own_weights = _checked_weights([len(places) for places in shared.places], weights)
     assert target is not None, "the context has a device"

@@ -67,7 +67,6 @@ def split_inputs(
     `packs_rows` lets the rows of a padded batch be documents of one row, `shares_prefixes` trees of one.
     """
     padding, shifted_here = kwargs.get("attention_mask"), kwargs.get("shift_labels") is None
-    shares_prefixes = shares_prefixes and not context.config.carries_states
     options, packed = dict(kwargs), None
     if packs_rows or shares_prefixes:
         options, packed = pack_rows(options, shares_prefixes, packs_documents=packs_rows)

@@ -27,6 +27,7 @@ from lightseq.parts.probes import works_on_each_token
 from lightseq.parts.transformers_recurrences import distributed_forward, facts, replace_functions, replaced_functions
 from lightseq.recurrent.head_exchange import SCAN_HEADS_OP
 from lightseq.recurrent.scan import SCAN_OP
+from lightseq.recurrent.tree_scan import TREE_SCAN_OP
 from lightseq.sequence.halo import TOKENS_BEFORE_OP
 from lightseq.utils.versions import OLDEST_FOR_RECURRENCES, check_version
 
@@ -180,6 +181,6 @@ def _distributed_class(kind: MixerKind) -> type[nn.Module]:
 PART = Part(
     name="recurrence",
     fit=_fit,
-    stored=(SCAN_OP, SCAN_HEADS_OP, TOKENS_BEFORE_OP),
+    stored=(SCAN_OP, SCAN_HEADS_OP, TOKENS_BEFORE_OP, TREE_SCAN_OP),
     backward=torch.ops.lightseq.scan_backward.default,
 )

@@ -40,7 +40,7 @@ def initial_states(chain: Sequence[Fragment], every: Sequence[tuple[Tensor, ...]
         transition, own = (x[:, fragment.slot] for x in every[fragment.rank])
         if fragment.rank == rank and fragment.receives and state is not None:
             found[:, fragment.slot] = state
-        state = own if state is None or not fragment.passes else _apply(transition, state) + own
+        state = own if state is None or not fragment.passes else apply_transition(transition, state) + own
     return found
 
 
@@ -59,11 +59,16 @@ def final_gradients(chain: Sequence[Fragment], every: Sequence[tuple[Tensor, ...
         elif gradient is None or not fragment.passes:
             gradient = own
         else:
-            gradient = _apply(transition.mT if transition.shape[-1] > 1 else transition, gradient) + own
+            gradient = apply_transition(transposed(transition), gradient) + own
     return found
 
 
-def _apply(transition: Tensor, state: Tensor) -> Tensor:
+def transposed(transition: Tensor) -> Tensor:
+    """Returns the transition of gradients, from a final state to the initial one."""
+    return transition.mT if transition.shape[-1] > 1 else transition
+
+
+def apply_transition(transition: Tensor, state: Tensor) -> Tensor:
     """Multiplies a state by a transition, which scales its rows if it has one column.
 
     Products are in float64, because those in float32 may be rounded to TF32, and errors grow along the chain.

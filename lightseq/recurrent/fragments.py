@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lightseq.kernels.recurrent.base import ScanInputs
 from lightseq.schedule.layout import MAX_FRAGMENTS, Layout
 from lightseq.sequence.group import SequenceGroup
 from lightseq.utils.tensors import upload
@@ -35,6 +36,18 @@ class Segments:
 
     tokens: Tensor | None  # (tokens,) on the device: local tokens of the segments, in their order; None: all tokens
     edges: tuple[int, ...]  # where segments begin among these tokens, and the end
+
+    def select(self, x: Tensor) -> Tensor:
+        """Returns the tokens of the segments among a rank's (B, S, ...)."""
+        return x if self.tokens is None else x.index_select(1, self.tokens)
+
+    def select_inputs(self, x: ScanInputs) -> ScanInputs:
+        return ScanInputs(*(None if part is None else self.select(part) for part in x))  # type: ignore[arg-type]
+
+    def put(self, out: Tensor, part: Tensor) -> None:
+        """Writes the tokens of the segments to their places among a rank's (B, S, ...)."""
+        assert self.tokens is not None
+        out.index_copy_(1, self.tokens, part)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +85,8 @@ def slots_of(group: SequenceGroup, local: int, boundaries: Tensor | None) -> int
 
 def plan_for(group: SequenceGroup, local: int, boundaries: Tensor | None, device: torch.device) -> FragmentPlan:
     """Returns the plan of this rank. `boundaries` are those of packed documents on the CPU, padded."""
-    layout, edges = group.layout_and_edges(local, boundaries)
-    return fragment_plan(layout, group.rank, edges, device)
+    layout, nodes = group.layout_and_nodes(local, boundaries)
+    return fragment_plan(layout, group.rank, nodes.boundaries, device)
 
 
 @lru_cache(maxsize=MAX_PLANS)  # serves all layers, forward and backward
@@ -86,7 +99,9 @@ def fragment_plan(layout: Layout, rank: int, boundaries: tuple[int, ...], device
         begin, stop = first * size, end * size
         return (begin, *starts[(starts > begin) & (starts < stop)].tolist(), stop)
 
-    runs = {(owner, slot): run for owner in range(layout.world) for slot, run in enumerate(_runs(layout.chunks(owner)))}
+    runs = {
+        (owner, slot): run for owner in range(layout.world) for slot, run in enumerate(runs_of(layout.chunks(owner)))
+    }
     chain = []
     for (owner, slot), run in sorted(runs.items(), key=lambda item: item[1]):
         edges = edges_of(*run)
@@ -111,11 +126,11 @@ def _plan(chain: tuple[Fragment, ...], mine: Sequence[tuple[int, ...]], device: 
         offset += edges[-1] - edges[0]
     ends = [None if len(outer) == len(mine) else upload(torch.tensor(found), device) for found in (first, last)]
     if not inner:
-        return FragmentPlan(chain, _segments(outer, None), None, *ends)
-    return FragmentPlan(chain, _segments(outer, device), _segments(inner, device), *ends)
+        return FragmentPlan(chain, segments_of(outer, None), None, *ends)
+    return FragmentPlan(chain, segments_of(outer, device), segments_of(inner, device), *ends)
 
 
-def _segments(found: Sequence[tuple[int, int]], device: torch.device | None) -> Segments:
+def segments_of(found: Sequence[tuple[int, int]], device: torch.device | None) -> Segments:
     edges = [0]
     for begin, end in found:
         edges.append(edges[-1] + end - begin)
@@ -125,7 +140,7 @@ def _segments(found: Sequence[tuple[int, int]], device: torch.device | None) -> 
     return Segments(upload(tokens, device), tuple(edges))
 
 
-def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
+def runs_of(chunks: Sequence[int]) -> list[tuple[int, int]]:
     """Joins a rank's neighbouring chunks: (first, end) of each run."""
     runs = list[tuple[int, int]]()
     for chunk in chunks:

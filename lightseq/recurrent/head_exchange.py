@@ -20,11 +20,14 @@ from torch import Tensor
 from lightseq.kernels.recurrent.base import ScanInputs
 from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.recurrent.fragments import MAX_PLANS
+from lightseq.recurrent.tree_plan import TreePlan, tree_plan
+from lightseq.recurrent.tree_scan import tree_gradients, tree_outputs
 from lightseq.schedule.layout import Layout
 from lightseq.sequence.group import SequenceGroup, find_group
 from lightseq.utils.checkpoint_context import reuse_or_compute
 from lightseq.utils.tensors import upload
 
+WHOLE: Final = Layout("contiguous", 1)  # of a rank that has all tokens of some heads
 ALIGNMENT: Final = 16  # bytes, of each tensor's part of a message, so that copies move many bytes at a time
 
 
@@ -38,6 +41,7 @@ class HeadExchange:
     group: SequenceGroup
     order_T: Tensor | None  # on the device: each token's row among the tokens of rank 0, 1, ...; None: the same
     edges: tuple[int, ...]  # where documents begin, and the end
+    trees: TreePlan | None  # of the whole row; its states stay on each rank
 
     @property
     def world(self) -> int:
@@ -104,8 +108,9 @@ def _columns(message: Tensor, likes: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _exchange_for(group: SequenceGroup, local: int, boundaries: Tensor | None, device: torch.device) -> HeadExchange:
-    layout, edges = group.layout_and_edges(local, boundaries)
-    return HeadExchange(group, _order(layout, edges[-1], device), edges)
+    layout, nodes = group.layout_and_nodes(local, boundaries)
+    trees = None if nodes.parents is None else tree_plan(WHOLE, 0, nodes, device)
+    return HeadExchange(group, _order(layout, nodes.length, device), nodes.boundaries, trees)
 
 
 @lru_cache(maxsize=MAX_PLANS)  # serves all layers, forward and backward
@@ -151,7 +156,10 @@ def _compute(inputs: list[Tensor], scale: float, group: SequenceGroup, boundarie
     group.check_documents(boundaries)
     exchange = _exchange_for(group, inputs[2].shape[1], boundaries, inputs[2].device)
     x = ScanInputs(*exchange.heads_for_tokens(_to_exchange(inputs, exchange.world)))
-    out = select_kernel(x).forward(x, scale, exchange.edges).run(None)
+    if exchange.trees is not None:
+        out = tree_outputs(x, scale, exchange.trees, group)
+    else:
+        out = select_kernel(x).forward(x, scale, exchange.edges).run(None)
     return exchange.tokens_for_heads([out])[0]
 
 
@@ -175,9 +183,14 @@ def _scan_heads_backward(
     exchange = _exchange_for(find_group(group_name), dout.shape[1], boundaries, dout.device)
     *parts, dout = exchange.heads_for_tokens([*_to_exchange(inputs, exchange.world), dout])
     x = ScanInputs(*parts)
-    found = select_kernel(x).backward(x, scale, exchange.edges, None, dout).run(None)
+    if exchange.trees is not None:
+        found = tree_gradients(x, scale, exchange.trees, exchange.group, dout)
+    else:
+        every = select_kernel(x).backward(x, scale, exchange.edges, None, dout).run(None)
+        found = [gradient for gradient in every if gradient is not None]
+        del every
     del x, parts, dout
-    dq, dk, *others = exchange.tokens_for_heads([gradient for gradient in found if gradient is not None])
+    dq, dk, *others = exchange.tokens_for_heads(found)
     groups = inputs[0].shape[2]
     return [_gather_up(dq, groups), _gather_up(dk, groups), *others]
 

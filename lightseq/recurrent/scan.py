@@ -15,8 +15,9 @@ from lightseq.kernels.recurrent.base import ScanInputs
 from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.recurrent.chain import final_gradients, gather, initial_states
 from lightseq.recurrent.chain_or_heads import choose
-from lightseq.recurrent.fragments import FragmentPlan, Segments, count_fragments, plan_for, slots_of
+from lightseq.recurrent.fragments import FragmentPlan, count_fragments, plan_for, slots_of
 from lightseq.recurrent.head_exchange import scan_heads
+from lightseq.recurrent.tree_scan import tree_scan
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, find_group
 from lightseq.utils.checkpoint_context import reuse_or_compute
@@ -31,9 +32,9 @@ def scan(
 ) -> Tensor:
     """Returns the outputs (B, S, H, V) of a recurrence for this rank's part of a sequence.
 
-    Inputs lie in the group's layout, or in the documents' layout; states start anew in each document. `schedule` is one
-    of `RECURRENT_SCHEDULES`. Every rank of the group must call it, forward and backward. Raises ValueError for a layout
-    or heads that the schedule does not take.
+    Inputs lie in the group's layout, or in the documents' layout; states start anew in each document, and a node of
+    a tree begins with its parent's final state. `schedule` is one of `RECURRENT_SCHEDULES`. Every rank of the group
+    must call it, forward and backward. Raises ValueError for a layout or heads that the schedule does not take.
     """
     q, k, v, g, beta = x
     if k.shape != q.shape or v.shape[2] % q.shape[2]:
@@ -46,6 +47,8 @@ def scan(
     if choose(schedule, group.layout.world, v.shape[2], fragments) == HEADS:
         return scan_heads(q, k, v, g, beta, scale, group.name, boundaries)
     slots_of(group, v.shape[1], boundaries)
+    if documents is not None and documents.are_trees:
+        return tree_scan(q, k, v, g, beta, scale, group.name, documents.boundaries)
     out, _, _ = _scan(q, k, v, g, beta, scale, group.name, boundaries)
     return out
 
@@ -74,7 +77,7 @@ def _compute(
     tokens = x.v.shape[1]
     plan, slots = plan_for(group, tokens, boundaries, x.v.device), slots_of(group, tokens, boundaries)
     kernel = select_kernel(x)
-    outer = kernel.forward(_take(x, plan.outer), scale, plan.outer.edges)
+    outer = kernel.forward(plan.outer.select_inputs(x), scale, plan.outer.edges)
     if plan.communicates:
         summary = outer.summarize()
         transitions = _by_fragment(summary.transition, plan.last, slots)
@@ -85,7 +88,7 @@ def _compute(
         states, transitions = (part.zero_() for part in _empty_chain(x, slots))
         out = outer.run(None)
     if plan.inner is not None:
-        inner = kernel.forward(_take(x, plan.inner), scale, plan.inner.edges).run(None)
+        inner = kernel.forward(plan.inner.select_inputs(x), scale, plan.inner.edges).run(None)
         out = _join(plan, out, inner)
     return out, states, transitions
 
@@ -121,7 +124,7 @@ def _scan_backward(
     group, x = find_group(group_name), ScanInputs(*inputs)
     plan, kernel = plan_for(group, x.v.shape[1], boundaries, x.v.device), select_kernel(x)
     initial = _at_segments(states, plan, plan.first) if plan.communicates else None
-    outer = kernel.backward(_take(x, plan.outer), scale, plan.outer.edges, initial, _rows(dout, plan.outer))
+    outer = kernel.backward(plan.outer.select_inputs(x), scale, plan.outer.edges, initial, plan.outer.select(dout))
     dfinal = None
     if plan.communicates:
         own = _by_fragment(outer.initial_gradients(), plan.first, states.shape[1])
@@ -129,7 +132,7 @@ def _scan_backward(
         dfinal = _at_segments(dfinal, plan, plan.last)
     gradients = outer.run(dfinal)
     if plan.inner is not None:
-        part = kernel.backward(_take(x, plan.inner), scale, plan.inner.edges, None, _rows(dout, plan.inner))
+        part = kernel.backward(plan.inner.select_inputs(x), scale, plan.inner.edges, None, plan.inner.select(dout))
         pairs = zip(gradients, part.run(None), strict=True)
         return [_join(plan, a, b) for a, b in pairs if a is not None and b is not None]
     return [gradient for gradient in gradients if gradient is not None]
@@ -168,22 +171,13 @@ def _empty_chain(x: ScanInputs, slots: int) -> tuple[Tensor, Tensor]:
     return states, x.v.new_empty(batch, slots, heads, rows, columns, dtype=dtype)
 
 
-def _take(x: ScanInputs, segments: Segments) -> ScanInputs:
-    return ScanInputs(*(None if part is None else _rows(part, segments) for part in x))  # type: ignore[arg-type]
-
-
-def _rows(x: Tensor, segments: Segments) -> Tensor:
-    return x if segments.tokens is None else x.index_select(1, segments.tokens)
-
-
 def _join(plan: FragmentPlan, outer: Tensor, inner: Tensor) -> Tensor:
     """Puts the tokens of outer and inner segments back into their order."""
     assert plan.inner is not None
-    assert plan.outer.tokens is not None
-    assert plan.inner.tokens is not None
     out = outer.new_empty(outer.shape[0], outer.shape[1] + inner.shape[1], *outer.shape[2:])
-    out.index_copy_(1, plan.outer.tokens, outer)
-    return out.index_copy_(1, plan.inner.tokens, inner)
+    plan.outer.put(out, outer)
+    plan.inner.put(out, inner)
+    return out
 
 
 def _by_fragment(by_segment: Tensor, segments: Tensor | None, slots: int) -> Tensor:

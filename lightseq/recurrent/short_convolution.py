@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightseq.kernels.fragment_convolution import convolve, convolve_backward
+from lightseq.recurrent.tree_convolution import tree_convolution
 from lightseq.schedule.layout import Layout
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, find_group
@@ -29,12 +30,14 @@ def causal_convolution(
 ) -> Tensor:
     """Returns a causal depthwise convolution (B, S, C) of this rank's part of a sequence.
 
-    Tap W - 1 reads the token itself. Tokens before the start of the sequence, or of a document, are zeros. Every rank
-    of the group must call it, forward and backward. Products are summed in float32 or wider. `activation` is one of
-    `ACTIVATIONS`, applied to the sums.
+    Tap W - 1 reads the token itself. Tokens before the start of the sequence, or of a document, are zeros, and in a
+    row of trees taps read the path to a token. Every rank of the group must call it, forward and backward. Products
+    are summed in float32 or wider. `activation` is one of `ACTIVATIONS`, applied to the sums.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; use None, silu or swish, and apply others to the result")
+    if documents is not None and documents.are_trees:
+        return tree_convolution(x_BSC, weight_CW, bias_C, documents.boundaries, group.name, activation is not None)
     boundaries = None if documents is None else documents.boundaries
     # Its gradient goes back to the tokens' ranks in the operator's backward pass.
     before_BFWC = tokens_before(group, x_BSC.detach(), weight_CW.shape[1] - 1, documents)
@@ -107,8 +110,8 @@ def _tokens_inside(x_BSC: Tensor, group: SequenceGroup, boundaries: Tensor | Non
     """Returns how many tokens of its document lie before each of this rank's tokens (S,); None without documents."""
     if boundaries is None:
         return None
-    layout, edges = group.layout_and_edges(x_BSC.shape[1], boundaries)
-    return _positions(layout, group.rank, edges, x_BSC.device)
+    layout, nodes = group.layout_and_nodes(x_BSC.shape[1], boundaries)
+    return _positions(layout, group.rank, nodes.boundaries, x_BSC.device)
 
 
 @lru_cache(maxsize=16)  # serves all layers of a batch

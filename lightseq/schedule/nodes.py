@@ -57,6 +57,11 @@ class Nodes:
     def edges(self) -> Ints:
         return np.asarray(self.boundaries, dtype=np.int64)
 
+    @property
+    def all_parents(self) -> tuple[int, ...]:
+        """Returns the parent of every node, ROOT for documents."""
+        return self.parents or (ROOT,) * (len(self.boundaries) - 1)
+
     @cached_property
     def first_positions(self) -> Ints:
         """Returns the position of each node's first token."""

@@ -79,20 +79,15 @@ class SequenceGroup:
         """Returns the layout of a packed sequence with these nodes, padding included."""
         return packed_layout(self.layout, self.balances_documents, nodes)
 
-    def layout_and_edges(self, local: int, boundaries: Tensor | None) -> tuple[Layout, tuple[int, ...]]:
-        """Returns the layout of a sequence, and where its documents begin and the last ends.
+    def layout_and_nodes(self, local: int, boundaries: Tensor | None) -> tuple[Layout, Nodes]:
+        """Returns the layout of a sequence and its nodes, of which documents have no parents.
 
-        `local` tokens are on each rank. `boundaries` are those of packed documents on the CPU, padded, or None. Raises
-        ValueError for trees, whose nodes do not begin with nothing before them.
+        `local` tokens are on each rank. `boundaries` are the `node_tensor` of packed documents, or None.
         """
         if boundaries is None:
-            return self.layout, (0, local * self.layout.world)
+            return self.layout, Nodes((0, local * self.layout.world))
         nodes = nodes_of(boundaries)
-        if nodes.parents is not None:
-            raise ValueError(
-                "recurrent layers and short convolutions do not take rows that share a prefix; pack whole rows instead"
-            )
-        return self.packed_layout(nodes), nodes.boundaries
+        return self.packed_layout(nodes), nodes
 
     def match(self, documents: Documents) -> bool:
         """Returns whether the documents were packed for ranks that hold the same parts of a sequence."""

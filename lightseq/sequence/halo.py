@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightseq.schedule.layout import Layout
+from lightseq.schedule.nodes import ROOT, Nodes
 from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup, find_group
 from lightseq.utils.checkpoint_context import reuse_or_compute
@@ -27,9 +28,13 @@ def tokens_before(group: SequenceGroup, x_BS: Tensor, count: int, documents: Doc
 
     x is this rank's part (B, S, ...) of a sequence in the group's layout, or in the documents' layout. Tokens before
     the start of the sequence, or of the document in which a fragment starts, are zeros. Every rank of the
-    group must call it, forward and backward. Raises ValueError for a part that does not fit the layout.
+    group must call it, forward and backward. Raises ValueError for a part that does not fit the layout, and for trees.
     """
     _check(group, x_BS, count, documents)
+    if documents is not None and documents.are_trees:
+        raise ValueError(
+            "in a row of trees nodes begin inside fragments, too; use previous_tokens or causal_convolution"
+        )
     layout = group.layout if documents is None else documents.layout
     return _tokens_before(x_BS, group.name, _boundaries(documents), count, layout.fragments_per_rank(x_BS.shape[1]))
 
@@ -37,7 +42,7 @@ def tokens_before(group: SequenceGroup, x_BS: Tensor, count: int, documents: Doc
 def previous_tokens(group: SequenceGroup, x_BS: Tensor, count: int, documents: Documents | None = None) -> Tensor:
     """Returns the `count` tokens before each of this rank's tokens, without the token itself: (B, S, C, ...).
 
-    Like `tokens_before`, with every token as a fragment of its own. The result takes `count` times the memory of x.
+    Like `tokens_before`, with every token as a fragment of its own, and in a row of trees those of its path. The result takes `count` times the memory of x.
     """
     _check(group, x_BS, count, documents)
     return _previous_tokens(x_BS, group.name, _boundaries(documents), count, x_BS.shape[1])
@@ -65,12 +70,13 @@ def _boundaries(documents: Documents | None) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class LookBack:
     """Rows that travel between ranks, and where rows go in the result, whose slots are (token looking back, C).
 
     Received rows are in the order of their rank and position, and so are sent ones.
     """
 
+    lookers: int  # tokens that look back
     own_slots: Tensor  # of the result
     own_rows: Tensor  # of x, one for each slot
     received_slots: Tensor
@@ -83,17 +89,27 @@ class _Plan:
     received_counts: list[int]
     communicates: bool  # the same on all ranks
 
-    @property
-    def received(self) -> int:
-        return sum(self.received_counts)
+    def gather(self, x: Tensor, count: int, group: SequenceGroup) -> Tensor:
+        """Returns the `count` slots of each token that looks back: (B, lookers, C, ...)."""
+        received = self._exchange(x.index_select(1, self.sent_rows), group, self.sent_counts, self.received_counts)
+        out = x.new_zeros(len(x), self.lookers * count, *x.shape[2:])
+        out.index_copy_(1, self.own_slots, x.index_select(1, self.own_rows))
+        out.index_copy_(1, self.received_slots, received.index_select(1, self.received_rows))
+        return out.view(len(x), self.lookers, count, *x.shape[2:])
 
-    def exchange(self, rows: Tensor, group: SequenceGroup) -> Tensor:
-        """Sends rows (B, sent, ...), and returns the received ones."""
-        return self._exchange(rows, group, self.sent_counts, self.received_counts)
+    def add_gradient(self, dx: Tensor, dslots: Tensor, group: SequenceGroup) -> None:
+        """Adds to the gradient of x (B, S, ...), in place, that of the slots (B, lookers, C, ...) gathered from it.
 
-    def exchange_back(self, rows: Tensor, group: SequenceGroup) -> Tensor:
-        """Sends the gradients of received rows (B, received, ...), and returns the gradients of sent rows."""
-        return self._exchange(rows, group, self.received_counts, self.sent_counts)
+        Each token's gradients, from all ranks, are added in float32 or wider.
+        """
+        flat = dslots.flatten(1, 2).to(torch.promote_types(dx.dtype, torch.float32))
+        dreceived = flat.new_zeros(len(flat), sum(self.received_counts), *flat.shape[2:])
+        dreceived.index_add_(1, self.received_rows, flat.index_select(1, self.received_slots))
+        total = dx.index_select(1, self.rows).to(flat.dtype)
+        total.index_add_(1, self.own_places, flat.index_select(1, self.own_slots))
+        dsent = self._exchange(dreceived, group, self.received_counts, self.sent_counts)
+        total.index_add_(1, self.sent_places, dsent)
+        dx.index_copy_(1, self.rows, total.to(dx.dtype))
 
     def _exchange(self, rows: Tensor, group: SequenceGroup, sends: list[int], receives: list[int]) -> Tensor:
         if not self.communicates:
@@ -104,58 +120,83 @@ class _Plan:
         return received.transpose(0, 1)
 
 
-def _plan_for(group: SequenceGroup, x: Tensor, boundaries: Tensor | None, count: int, lookers: int) -> _Plan:
-    layout, edges = group.layout_and_edges(x.shape[1], boundaries)
-    return _plan(layout, group.rank, edges, count, lookers, x.device)
+def _plan_for(group: SequenceGroup, x: Tensor, boundaries: Tensor | None, count: int, lookers: int) -> LookBack:
+    layout, nodes = group.layout_and_nodes(x.shape[1], boundaries)
+    return _evenly_spaced(layout, group.rank, nodes, count, lookers, x.device)
 
 
 @lru_cache(maxsize=MAX_PLANS)  # serves all layers, forward and backward
-def _plan(
-    layout: Layout, rank: int, boundaries: tuple[int, ...], count: int, lookers: int, device: torch.device
-) -> _Plan:
-    """Makes the plan of one rank. `lookers` of its tokens look back, evenly spaced; the first token is one of them."""
-    length, world = boundaries[-1], layout.world
-    edges = torch.tensor(boundaries)
-    positions = torch.stack([layout.positions(r, length) for r in range(world)])
-    local = positions.shape[1]
-    home, row = torch.empty(length, dtype=torch.int64), torch.empty(length, dtype=torch.int64)
-    home[positions], row[positions] = torch.arange(world)[:, None], torch.arange(local)
+def _evenly_spaced(layout: Layout, rank: int, nodes: Nodes, count: int, lookers: int, device: torch.device) -> LookBack:
+    """Makes the plan of one rank, of whose tokens `lookers` look back; the first token is one of them."""
+    looking = layout.positions(rank, nodes.length).unflatten(0, (lookers, -1))[:, 0].contiguous()
+    return look_back(layout, rank, nodes, count, positions_before(looking, count, nodes), device)
 
-    # Only tokens before a fragment are ever needed from another rank.
-    first = positions.unflatten(1, (layout.fragments_per_rank(local), -1))[:, :, 0].contiguous()
-    wanted = _positions_before(first, count, edges).flatten(1)  # (rank, F x C), -1 for none
-    homes = torch.where(wanted < 0, torch.arange(world)[:, None], home[wanted])
-    sent = [wanted[r][homes[r] == rank].unique() if r != rank else wanted.new_empty(0) for r in range(world)]
-    received = [wanted[rank][homes[rank] == r].unique() if r != rank else wanted.new_empty(0) for r in range(world)]
+
+def look_back(layout: Layout, rank: int, nodes: Nodes, count: int, slots: Tensor, device: torch.device) -> LookBack:
+    """Makes the plan of one rank whose slots (lookers, C) are positions of the row, or -1 for zeros.
+
+    Slots may hold this rank's own tokens, and the `count` tokens before each of its pieces.
+    """
+    length, world = nodes.length, layout.world
+    positions = [layout.positions(r, length) for r in range(world)]
+    home, row = torch.empty(length, dtype=torch.int64), torch.empty(length, dtype=torch.int64)
+    for r, mine in enumerate(positions):
+        home[mine], row[mine] = r, torch.arange(len(mine))
+
+    # Only tokens before a piece are ever needed from another rank.
+    wanted = [positions_before(_first_of_pieces(layout, mine, nodes), count, nodes) for mine in positions]
+    wanted = [found[found >= 0] for found in wanted]
+    away = [found[home[found] != r] for r, found in enumerate(wanted)]
+    sent = [found[home[found] == rank].unique() for found in away]
+    received = [away[rank][home[away[rank]] == r].unique() for r in range(world)]
     sent_rows, arrivals = row[torch.cat(sent)], torch.cat(received)
     row[arrivals] = torch.arange(len(arrivals))  # from here on, a row of another rank is a received one
 
-    looking = positions[rank].unflatten(0, (lookers, -1))[:, 0].contiguous()
-    slots = _positions_before(looking, count, edges).flatten()
-    own = (slots >= 0) & (home[slots] == rank)
-    other = (slots >= 0) & (home[slots] != rank)
-    own_rows = row[slots[own]]
+    flat = slots.flatten()
+    own = (flat >= 0) & (home[flat] == rank)
+    other = (flat >= 0) & (home[flat] != rank)
+    own_rows = row[flat[own]]
     rows, places = torch.cat([own_rows, sent_rows]).unique(return_inverse=True)
-    return _Plan(
+    return LookBack(
+        lookers=len(slots),
         own_slots=upload(own.nonzero().flatten(), device),
         own_rows=upload(own_rows, device),
         received_slots=upload(other.nonzero().flatten(), device),
-        received_rows=upload(row[slots[other]], device),
+        received_rows=upload(row[flat[other]], device),
         sent_rows=upload(sent_rows, device),
         rows=upload(rows, device),
         own_places=upload(places[: len(own_rows)], device),
         sent_places=upload(places[len(own_rows) :], device),
         sent_counts=[len(x) for x in sent],
         received_counts=[len(x) for x in received],
-        communicates=bool((homes != torch.arange(world)[:, None]).any()),
+        communicates=any(map(len, away)),
     )
 
 
-def _positions_before(tokens: Tensor, count: int, edges: Tensor) -> Tensor:
-    """Returns the `count` positions before each token, in rising order; -1 for positions in another document."""
-    before = tokens.unsqueeze(-1) - torch.arange(count, 0, -1)
-    starts = edges[torch.searchsorted(edges, tokens, right=True) - 1]
-    return before.masked_fill(before < starts.unsqueeze(-1), -1)
+def _first_of_pieces(layout: Layout, mine: Tensor, nodes: Nodes) -> Tensor:
+    """Returns the first token of each piece, the run of a path's tokens in a fragment, among a rank's positions."""
+    return mine[tokens_inside_piece(layout, mine, nodes) == 0]
+
+
+def tokens_inside_piece(layout: Layout, mine: Tensor, nodes: Nodes) -> Tensor:
+    """Returns how many tokens of its piece lie before each of a rank's tokens (S,)."""
+    edges, size = torch.from_numpy(nodes.path_edges), len(mine) // layout.fragments_per_rank(len(mine))
+    inside_path = mine - edges[torch.searchsorted(edges, mine, right=True) - 1]
+    return torch.minimum(inside_path, torch.arange(len(mine)) % size)
+
+
+def positions_before(tokens: Tensor, count: int, nodes: Nodes) -> Tensor:
+    """Returns the `count` positions before each token on its path (tokens, C), in rising order; -1 where it begins."""
+    edges, parents = torch.tensor(nodes.boundaries), torch.tensor([*nodes.all_parents, ROOT])
+    back = torch.arange(count, 0, -1)
+    found = tokens.unsqueeze(-1) - back
+    node = (torch.searchsorted(edges, tokens, right=True) - 1).unsqueeze(-1).expand_as(found)
+    while bool((outside := (node != ROOT) & (found < edges[node])).any()):
+        above = parents[node]
+        in_parent = edges[above + 1] - (edges[node] - found)
+        found = torch.where(outside, torch.where(above != ROOT, in_parent, -1), found)
+        node = torch.where(outside, above, node)
+    return found
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -176,12 +217,7 @@ def _look_back(x: Tensor, group_name: str, boundaries: Tensor | None, count: int
     """Returns the `count` tokens before each of `lookers` evenly spaced local tokens: (B, lookers, C, ...)."""
     group = find_group(group_name)
     group.check_documents(boundaries)
-    plan = _plan_for(group, x, boundaries, count, lookers)
-    received = plan.exchange(x.index_select(1, plan.sent_rows), group)
-    out = x.new_zeros(len(x), lookers * count, *x.shape[2:])
-    out.index_copy_(1, plan.own_slots, x.index_select(1, plan.own_rows))
-    out.index_copy_(1, plan.received_slots, received.index_select(1, plan.received_rows))
-    return out.view(len(x), lookers, count, *x.shape[2:])
+    return _plan_for(group, x, boundaries, count, lookers).gather(x, count, group)
 
 
 def _fake(x: Tensor, group_name: str, boundaries: Tensor | None, count: int, lookers: int) -> Tensor:
@@ -191,17 +227,10 @@ def _fake(x: Tensor, group_name: str, boundaries: Tensor | None, count: int, loo
 def add_gradient(dx: Tensor, dbefore: Tensor, group: SequenceGroup, boundaries: Tensor | None) -> None:
     """Adds to the gradient of x (B, S, ...), in place, that of the tokens (B, lookers, C, ...) looked up from it.
 
-    Every rank of the group must call it. Each token's gradients, from all ranks, are added in float32 or wider.
+    Every rank of the group must call it.
     """
     _, lookers, count, *_ = dbefore.shape
-    plan = _plan_for(group, dx, boundaries, count, lookers)
-    flat = dbefore.flatten(1, 2).to(torch.promote_types(dx.dtype, torch.float32))
-    dreceived = flat.new_zeros(len(flat), plan.received, *flat.shape[2:])
-    dreceived.index_add_(1, plan.received_rows, flat.index_select(1, plan.received_slots))
-    total = dx.index_select(1, plan.rows).to(flat.dtype)
-    total.index_add_(1, plan.own_places, flat.index_select(1, plan.own_slots))
-    total.index_add_(1, plan.sent_places, plan.exchange_back(dreceived, group))
-    dx.index_copy_(1, plan.rows, total.to(dx.dtype))
+    _plan_for(group, dx, boundaries, count, lookers).add_gradient(dx, dbefore, group)
 
 
 @torch.library.custom_op("lightseq::look_back_backward", mutates_args=())

@@ -20,9 +20,6 @@ from lightseq.utils.tensors import IGNORE_INDEX
 LEAST_SAVED: Final = 0.2
 
 
-WHOLE_ROWS_ONLY: Final = "recurrent layers and short convolutions do not take rows that share a prefix"
-
-
 @dataclass(frozen=True, eq=False)
 class SharedRows:
     """Rows as one row of trees."""

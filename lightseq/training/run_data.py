@@ -15,7 +15,6 @@ from lightseq.distributed.world import World
 from lightseq.models.decoder import placeholder_ids, text_config
 from lightseq.objectives.registry import objective_of
 from lightseq.training.find_model import FoundModel
-from lightseq.training.prefix_flags import check_share_prefixes
 
 
 def open_data(config: TrainConfig, world: World, model: FoundModel) -> tuple[Examples, Examples | None]:
@@ -73,7 +72,6 @@ def _open_sources(
     evaluates: bool = False,
 ) -> list[Examples]:
     """Opens each source by itself, with whole windows if they are to be packed."""
-    check_share_prefixes(config, model.config)
     length, vocab_size = config.model_max_length, text_config(model.config).vocab_size
     opener = open_examples if config.packing == "none" else open_windows_to_pack
     # --text_column, --columns and --ignore_columns may be meant for other sources, which have rows.

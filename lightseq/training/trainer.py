@@ -18,7 +18,7 @@ from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.context import SequenceContext, area_balance
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
-from lightseq.data.shared_rows import even_lengths, with_shared_prefixes
+from lightseq.data.shared_rows import even_lengths, least_saved, with_shared_prefixes
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
 from lightseq.hf.shard_batch import counted_tokens, local_batch
@@ -36,7 +36,6 @@ from lightseq.training.engine import Engine
 from lightseq.training.errors import exit_on_data_error
 from lightseq.training.inputs import Inputs
 from lightseq.training.optimization import LearningRate
-from lightseq.training.prefix_flags import least_saved
 from lightseq.training.step_stats import StepResult
 from lightseq.training.terminal import Terminal
 from lightseq.utils.progress import progress_bar
@@ -60,7 +59,7 @@ class Trainer:
         # Every rank's part of a batch has to be a multiple of the tokens that FP8 needs.
         multiple = math.lcm(MULTIPLE * inputs.dims.sequence, engine.context.layout.chunk_count)
         self._lengths = bucket_lengths(config.model_max_length, multiple)
-        self._least_saved = least_saved(config, inputs.model_config)
+        self._least_saved = least_saved(config)
         if self._least_saved is None:
             self.batch_lengths, length_notes = _choose_batch_lengths(config, self._lengths, engine)
         else:

@@ -1,0 +1,181 @@
+"""A linear recurrence over a row of trees that ranks share: each node begins with the final state of its parent.
+
+Links (tree_plan.py) are summarized from a state of zeros, the summaries of shared ones are gathered, and states are
+composed from the roots down. Then a kernel runs once over all pieces from the right initial states. Backward, the
+gradient of a final state is the sum of those of the pieces that begin from it. Nothing is saved but the inputs: the
+backward pass summarizes and composes again, because a state for each parent takes more memory than that takes time.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightseq.kernels.recurrent.base import ForwardScan, ScanInputs
+from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
+from lightseq.recurrent.chain import apply_transition, gather, transposed
+from lightseq.recurrent.fragments import Segments
+from lightseq.recurrent.tree_plan import TreePlan, tree_plan
+from lightseq.sequence.group import SequenceGroup, find_group
+from lightseq.utils.checkpoint_context import reuse_or_compute
+
+
+class States(NamedTuple):
+    """Final states of links by the rows of a plan, and the transitions that they were composed with."""
+
+    table: Tensor  # (B, rows, H, K, V)
+    own_transitions: Tensor | None  # (B, links, H, K, K or 1) of this rank
+    shared_transitions: Tensor | None  # (B, shared rows, ...) of all ranks
+
+
+def tree_outputs(x: ScanInputs, scale: float, plan: TreePlan, group: SequenceGroup) -> Tensor:
+    """Returns the outputs (B, S, H, V) of this rank's pieces. Every rank of the group must call it."""
+    links = _forward(x, scale, plan.links)
+    states = compose(x, links, plan, group)
+    out = torch.empty_like(x.v)
+    if links is not None and plan.links is not None:
+        plan.links.put(out, links.run(states.table.index_select(1, plan.links_begin)))
+        del links
+    if plan.leaves is not None:
+        leaves = _forward(x, scale, plan.leaves)
+        assert leaves is not None
+        plan.leaves.put(out, leaves.run(states.table.index_select(1, plan.leaves_begin)))
+    return out
+
+
+def tree_gradients(x: ScanInputs, scale: float, plan: TreePlan, group: SequenceGroup, dout: Tensor) -> list[Tensor]:
+    """Returns the gradients of q, k, v, g and, if it is given, beta. Every rank of the group must call it."""
+    states, kernel = compose(x, _forward(x, scale, plan.links), plan, group), select_kernel(x)
+    found = [torch.empty_like(part) for part in x if part is not None]
+    dstates = torch.zeros_like(states.table)
+    if plan.leaves is not None:
+        begin = states.table.index_select(1, plan.leaves_begin)
+        leaves = kernel.backward(
+            plan.leaves.select_inputs(x), scale, plan.leaves.edges, begin, plan.leaves.select(dout)
+        )
+        dstates.index_add_(1, plan.leaves_begin, leaves.initial_gradients())
+        _put_all(found, plan.leaves, leaves.run(None))
+        del leaves, begin
+    links = None
+    if plan.links is not None:
+        begin = states.table.index_select(1, plan.links_begin)
+        links = kernel.backward(plan.links.select_inputs(x), scale, plan.links.edges, begin, plan.links.select(dout))
+        own = links.initial_gradients()
+        for step in reversed(plan.own_steps):
+            assert states.own_transitions is not None
+            transition = states.own_transitions.index_select(1, step.summaries)
+            through = apply_transition(transposed(transition), dstates.index_select(1, step.rows))
+            dstates.index_add_(1, step.begin, own.index_select(1, step.summaries) + through)
+        begins = plan.links_begin.index_select(0, plan.shared_links)
+        dstates.index_add_(1, begins, own.index_select(1, plan.shared_links))
+    _add_shared(dstates, states, plan, group)
+    if links is not None and plan.links is not None:
+        _put_all(found, plan.links, links.run(dstates.index_select(1, plan.link_rows)))
+    return found
+
+
+def _add_shared(dstates: Tensor, states: States, plan: TreePlan, group: SequenceGroup) -> None:
+    """Adds the gradients of shared states from all ranks, in place, and passes them up to the roots."""
+    if states.shared_transitions is None:
+        return
+    shared = dstates[:, 1 : 1 + plan.shared_rows].contiguous()
+    dist.all_reduce(shared, group=group.process_group)
+    dstates[:, 1 : 1 + plan.shared_rows] = shared
+    for step in reversed(plan.shared_steps):
+        transition = states.shared_transitions.index_select(1, step.summaries)
+        through = apply_transition(transposed(transition), dstates.index_select(1, step.rows))
+        dstates.index_add_(1, step.begin, through)
+
+
+def compose(x: ScanInputs, links: ForwardScan | None, plan: TreePlan, group: SequenceGroup) -> States:
+    """Returns the final states of links: those that others of this rank or of its descendants begin from."""
+    (batch, _, heads, values), keys = x.v.shape, x.k.shape[-1]
+    dtype = torch.promote_types(x.v.dtype, torch.float32)
+    table = x.v.new_zeros(batch, plan.row_count, heads, keys, values, dtype=dtype)
+    own = None if links is None else links.summarize()
+    shared = None
+    if plan.most_shared:
+        rows, columns = (keys, keys) if x.beta is not None else (keys if x.g.ndim == 4 else 1, 1)
+        mine = []
+        for like, size in ((0, (rows, columns)), (1, (keys, values))):
+            part = table.new_zeros(batch, plan.most_shared, heads, *size)
+            if own is not None:
+                part[:, : len(plan.shared_links)] = own[like].index_select(1, plan.shared_links)
+            mine.append(part)
+        transitions, ends = (torch.cat(parts, 1) for parts in zip(*gather(group, mine), strict=True))
+        shared = transitions
+        _descend(table, plan.shared_steps, transitions, ends)
+    if own is None:
+        return States(table, None, shared)
+    _descend(table, plan.own_steps, own.transition, own.state)
+    return States(table, own.transition, shared)
+
+
+def _descend(table: Tensor, steps: tuple[Any, ...], transitions: Tensor, ends: Tensor) -> None:
+    for step in steps:
+        above, transition = table.index_select(1, step.begin), transitions.index_select(1, step.summaries)
+        table.index_copy_(1, step.rows, apply_transition(transition, above) + ends.index_select(1, step.summaries))
+
+
+def _forward(x: ScanInputs, scale: float, segments: Segments | None) -> ForwardScan | None:
+    return None if segments is None else select_kernel(x).forward(segments.select_inputs(x), scale, segments.edges)
+
+
+def _put_all(out: list[Tensor], segments: Segments, parts: ScanInputs) -> None:
+    for whole, part in zip(out, (part for part in parts if part is not None), strict=True):
+        segments.put(whole, part)
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def _plan_for(group: SequenceGroup, x: ScanInputs, table: Tensor) -> TreePlan:
+    layout, nodes = group.layout_and_nodes(x.v.shape[1], table)
+    return tree_plan(layout, group.rank, nodes, x.v.device)
+
+
+@torch.library.custom_op("lightseq::tree_scan", mutates_args=())
+def tree_scan(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float, group_name: str, nodes: Tensor
+) -> Tensor:
+    """Returns the outputs (B, S, H, V) of a recurrence, as `scan` does, for the trees of a `node_tensor`."""
+    x, group = ScanInputs(q, k, v, g, beta), find_group(group_name)
+    (out,) = reuse_or_compute(lambda: (tree_outputs(x, scale, _plan_for(group, x, nodes), group),))
+    return out
+
+
+@tree_scan.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+@torch.library.custom_op("lightseq::tree_scan_backward", mutates_args=())
+def _tree_scan_backward(
+    dout: Tensor, inputs: list[Tensor], scale: float, group_name: str, nodes: Tensor
+) -> list[Tensor]:
+    x, group = ScanInputs(*inputs), find_group(group_name)
+    return tree_gradients(x, scale, _plan_for(group, x, nodes), group, dout)
+
+
+@_tree_scan_backward.register_fake
+def _(dout: Tensor, inputs: list[Tensor], *_others: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in inputs]
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, g, beta, ctx.scale, ctx.group_name, nodes = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(nodes, q, k, v, g, *([] if beta is None else [beta]))
+
+
+def _backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+    nodes, *inputs = ctx.saved_tensors
+    if dout is None:
+        return (None,) * 8
+    gradients = _tree_scan_backward(dout.contiguous(), inputs, ctx.scale, ctx.group_name, nodes)
+    return (*gradients, *([None] * (8 - len(gradients))))
+
+
+tree_scan.register_autograd(_backward, setup_context=_setup_context)
+TREE_SCAN_OP = torch.ops.lightseq.tree_scan.default  # for checkpointing policies
