@@ -42,7 +42,8 @@ def tokens_before(group: SequenceGroup, x_BS: Tensor, count: int, documents: Doc
 def previous_tokens(group: SequenceGroup, x_BS: Tensor, count: int, documents: Documents | None = None) -> Tensor:
     """Returns the `count` tokens before each of this rank's tokens, without the token itself: (B, S, C, ...).
 
-    Like `tokens_before`, with every token as a fragment of its own, and in a row of trees those of its path. The result takes `count` times the memory of x.
+    Like `tokens_before`, with every token as a fragment of its own, and in a row of trees those of its path. The
+    result takes `count` times the memory of x.
     """
     _check(group, x_BS, count, documents)
     return _previous_tokens(x_BS, group.name, _boundaries(documents), count, x_BS.shape[1])

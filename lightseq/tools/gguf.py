@@ -14,7 +14,6 @@ from typing import Final
 
 from lightseq.config.parser import Parser, run_command
 from lightseq.models.presets import ModelFamily
-from lightseq.utils.formatting import first_line
 
 CONVERTER: Final = "convert_hf_to_gguf.py"
 REPOSITORY: Final = "https://github.com/ggml-org/llama.cpp"
@@ -45,9 +44,7 @@ def _convert(args: argparse.Namespace) -> None:
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if ended.returncode or not partial.is_file():
             said = [line for line in ended.stderr.splitlines() if line.strip()] or ["it wrote nothing"]
-            raise ValueError(
-                f"{CONVERTER} failed: {first_line(said[-1].strip())}; the command was {shlex.join(command)}"
-            )
+            raise ValueError(f"{CONVERTER} failed: {said[-1].strip()}; the command was {shlex.join(command)}")
         partial.replace(args.output)
     finally:
         partial.unlink(missing_ok=True)
