@@ -46,7 +46,7 @@ help:
 	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes; TRL_CHECKOUT=PATH is its repository"
 	@echo "make test-verl  the verl engine beside verl's own on CPU processes (four minutes), in an environment of its own"
 	@echo "make test-vllm  GRPO with completions of a vLLM server on the CPU (two minutes), in an environment of its own"
-	@echo "make test-ray   two workers of Ray Train train as one process, though one is killed (two minutes), in an environment of its own"
+	@echo "make test-ray   two workers of Ray Train train as one process, though one is killed (three minutes), in an environment of its own"
 	@echo "make test-axolotl  the axolotl plugin beside axolotl on CPU processes (five minutes), in an environment of its own"
 	@echo "make test-gpu   the tests that need GPUs"
 	@echo "make check      ruff, mypy, shellcheck"
