@@ -46,6 +46,7 @@ help:
 	@echo "make test-trl   TRL's own tests with our trainers on 2 CPU processes; TRL_CHECKOUT=PATH is its repository"
 	@echo "make test-verl  the verl engine beside verl's own on CPU processes (four minutes), in an environment of its own"
 	@echo "make test-vllm  GRPO with completions of a vLLM server on the CPU (two minutes), in an environment of its own"
+	@echo "make test-ray   two workers of Ray Train train as one process, though one is killed (three minutes), in an environment of its own"
 	@echo "make test-axolotl  the axolotl plugin beside axolotl on CPU processes (five minutes), in an environment of its own"
 	@echo "make test-cluster  the Slurm scripts on a real Slurm of two hosts on this machine (twelve minutes); needs root and Debian's packages"
 	@echo "make test-gpu   the tests that need GPUs"
@@ -142,6 +143,13 @@ test-vllm:
 	    exit 0; \
 	}; \
 	.venv/vllm/bin/python -m pytest -q --disable-warnings tests/test_integrations_vllm.py $(ARGS)
+
+.PHONY: test-ray
+test-ray:
+	@echo "install: Ray Train and the base into .venv/ray (a few minutes)"
+	@mkdir -p .venv && python3 -m venv .venv/ray && .venv/ray/bin/python -m pip install -qq --disable-pip-version-check \
+	    -c constraints.txt 'ray[train]>=2.60' -e . pytest pytest-timeout
+	@.venv/ray/bin/python -m pytest -q tests/test_launch_clouds.py -k workers_of_ray $(ARGS)
 
 # vLLM takes no transformers from 5.20 on. It asks for torchvision and torchaudio, whose wheels on PyPI need CUDA, and runs
 # without them.

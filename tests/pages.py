@@ -20,6 +20,7 @@ OTHERS = (
     "pip",
     "podman",
     "enroot",
+    "sky",
     "sbatch",
     "envsubst",
     "source",

@@ -22,6 +22,7 @@ from transformers import GenerationConfig, GenerationMixin, LlamaConfig, LlamaFo
 from benchmarks.tiny_models import model_class, tiny_config
 from lightseq.cli import main
 from lightseq.tools.pretrained import load_pretrained
+from lightseq.tools.writer import to_float16
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 CPU = torch.device("cpu")
@@ -348,3 +349,25 @@ def test_a_loaded_model_equals_the_one_of_transformers(tmp_path: Path) -> None:
         assert kinds == {name: x.dtype for name, x in loaded.named_parameters()}
         ids = torch.arange(12)[None]
         assert torch.equal(loaded(ids).logits, plain(ids).logits)
+
+
+def test_weights_in_bfloat16_are_read_as_float16_where_a_gpu_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(llama().bfloat16(), tmp_path)
+    said = {}
+    for capability in ((0, 0), (7, 5), (8, 0)):
+        monkeypatch.setattr("lightseq.kernels.attention.base.compute_capability", lambda device, c=capability: c)
+        assert main(generated(tmp_path)) == 0
+        said[capability] = "bfloat16 weights are read as float16" in capsys.readouterr().err
+    assert said == {(0, 0): False, (7, 5): True, (8, 0): False}
+
+
+def test_no_other_weights_are_cast_to_float16(plain: Path) -> None:
+    model = load_pretrained(plain, CPU)
+    assert not to_float16(model) and model.dtype is torch.float32
+    model = model.bfloat16()
+    assert to_float16(model) and {x.dtype for x in (*model.parameters(), *model.buffers())} <= {
+        torch.float16,
+        torch.float32,
+    }

@@ -130,7 +130,9 @@ def test_keys_and_values_may_differ_in_dimension(name: str, dims: tuple[int, int
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str
+    "dtype",
+    [torch.float64, torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.float32, torch.float16))],
+    ids=str,
 )
 @pytest.mark.parametrize("dims", [(16, 16), (24, 16)], ids=str)
 @pytest.mark.parametrize("scores, keys", [(2**26, 4096), (1, 24), (1, 7)], ids=["one block", "24 keys", "7 keys"])
@@ -173,7 +175,7 @@ def test_gpu_kernels_take_wide_heads_and_other_values(name: str, dims: tuple[int
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("name", ["fa4", "fa3", "fa2", "cudnn", "aten", "reference"])
+@pytest.mark.parametrize("name", ["fa4", "fa3", "fa2", "cudnn", "aten", "cublas", "reference"])
 def test_gpu_kernels_match_the_definition(name: str, dim: int, dtype: torch.dtype) -> None:
     spec = _spec("cuda", dtype, dim)
     if reason := KERNELS[name].make(spec).why_unavailable(spec):

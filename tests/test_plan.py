@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from test_plan_training import planned_run
 from transformers import (
     AutoModelForCausalLM,
@@ -31,6 +32,8 @@ from lightseq.architecture.family import preset_config
 from lightseq.architecture.flops import total_parameters
 from lightseq.cli import BOTH, main
 from lightseq.distributed.host_memory import FREE_SHARE
+from lightseq.kernels.attention.base import KernelSpec
+from lightseq.kernels.attention.tile_kernel_choice import select
 from lightseq.memory.offload import device_lifetimes
 from lightseq.memory.placement import (
     ACTIONS,
@@ -46,7 +49,7 @@ from lightseq.memory.placement import (
 )
 from lightseq.parts.facts import Heads, distinct
 from lightseq.plan.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
-from lightseq.plan.attention_memory import AttentionMemory, attention_memory
+from lightseq.plan.attention_memory import AttentionMemory, attention_memory, takes_cublas
 from lightseq.plan.breakdown import FLOAT32_BYTES, GIB, Breakdown
 from lightseq.plan.copies import exposed_copies
 from lightseq.plan.make_plan import SAME_SPEED, fast_options, frugal_options, make_plan, plan_from_earlier
@@ -58,15 +61,18 @@ from lightseq.plan.rates import (
     MATRIX_SHARE,
     NORM_BYTES,
     PROCESS_BYTES,
+    SCORE_BYTES,
     STREAMED_UPDATE_RATE,
     UPDATE_LAUNCH_SECONDS,
     chip_of_device,
 )
 from lightseq.plan.run import PlannedRun
+from lightseq.plan.step_time import attention_seconds
 from lightseq.plan.weight_time import host_link
 from lightseq.schedule.auto import MAX_GATHERED_BYTES, ScheduleChoice, choose_by_time, estimate_choice, possible_choices
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES
+from lightseq.training.setup_checks import bfloat16_warning
 
 LLAMA = preset_config(BOTH, "llama3-8b")
 SIZES = (
@@ -903,10 +909,33 @@ def test_a_kernel_without_windows_is_refused_for_a_model_that_has_them(
 
 def test_chips_are_found_by_torchs_device_name() -> None:
     for chip in CHIPS.values():
-        assert chip_of_device(chip.device) == chip and chip.peak_flops > 1e14
+        assert chip_of_device(chip.device) == chip and chip.peak_flops > 5e13
     assert chip_of_device("NVIDIA A100-PCIE-40GB") is not None and chip_of_device("Radeon") is None
     assert usable_gpu_bytes(planned_run(LlamaConfig(), "", 1, gpu=10 * GIB)) == pytest.approx(10 * GIB)
     assert CHIPS["h200"].memory_bytes > 139 * GIB
+
+
+def test_the_plan_knows_which_gpus_have_no_flash_kernel() -> None:
+    for capability, dim in itertools.product([(7, 5), (8, 0), (9, 0)], [64, 256, 512]):
+        chosen = select("auto", KernelSpec("cuda", capability, torch.float16, dim)).kernel.name
+        assert takes_cublas("auto", capability, dim) == (chosen == "cublas"), (capability, dim)
+
+
+def test_attention_on_a_t4_is_planned_at_the_speed_of_its_memory() -> None:
+    flags, model = "--fp16 --model_max_length 16K", LlamaConfig(num_hidden_layers=1)  # 32 heads of 128
+    run = planned_run(model, flags, 2)
+    run = run.changed(hardware=replace(run.hardware, chip=CHIPS["t4"]))
+    scores = 32 * (2**14) ** 2 / 2 / 2  # of the heads, and of the queries and keys of a GPU's half
+    moving = scores * SCORE_BYTES / (0.75 * 300e9)
+    assert moving < sum(attention_seconds(run)) < 1.5 * moving
+
+
+def test_bfloat16_is_warned_about_where_tensor_cores_lack_it() -> None:
+    for dtype, chip, warned in (("--bf16", "t4", True), ("--fp16", "t4", False), ("--bf16", "l40s", False)):
+        config = planned_run(LlamaConfig(), dtype, 1).config
+        found = bfloat16_warning(config, CHIPS[chip].device, CHIPS[chip].capability)
+        assert ["--fp16 in its place" in line for line in found] == [True] * warned, (dtype, chip)
+    assert not bfloat16_warning(planned_run(LlamaConfig(), "--bf16", 1).config, "CPU", (0, 0))
 
 
 @pytest.mark.parametrize(

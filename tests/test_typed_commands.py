@@ -26,6 +26,8 @@ NOT_TYPED = {
     r"^make (test|check)": "runs this test too",
     r"\bsbatch\b|^for variant|^done$": "needs Slurm; test_slurm.py has a stand-in for it",
     r"^(podman|enroot)\b": "needs containers",
+    r"^sky launch": "needs a cloud; test_launch_clouds.py runs the task on two launchers",
+    r"launch/ray_train\.py": "needs Ray; test_launch_clouds.py types it",
     r"\bvllm serve\b": "needs a GPU; test_integrations_vllm.py serves on the CPU",
     r"benchmarks/(largest|step)\.py": "needs a GPU; test_benchmark_largest.py and test_benchmark_step.py type it",
     r"--docs docs/models\.md": "takes an hour, or a network",

@@ -28,6 +28,7 @@ PEAKS: Final[tuple[tuple[str, float, float | None], ...]] = (
     (r"\bA10\b", 125e12, None),  # A10 datasheet
     (r"\bV100-PCIE\b", 112e12, None),  # V100 datasheet; float16, it has no bfloat16
     (r"\bV100\b", 125e12, None),  # V100 datasheet (SXM2); float16
+    (r"\bT4\b", 65e12, None),  # T4 datasheet; float16, its tensor cores have no bfloat16
     # Ada architecture whitepaper, from its version 2.02 on; the laptop's and the D's differ
     (r"\bRTX 4090$", 165e12, 330e12),
 )

@@ -172,7 +172,7 @@ class Launch:
                     self.command,
                     env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     start_new_session=True,  # a terminal's Ctrl-C comes through this process alone, once
-                    preexec_fn=_prepare_rank,
+                    preexec_fn=prepare_rank,
                 )
             )
 
@@ -232,7 +232,7 @@ class Launch:
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
-def _prepare_rank() -> None:
+def prepare_rank() -> None:
     """Makes the kernel end this process with the one that started it, and hold Ctrl-C back until it has a handler."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -33,6 +33,12 @@ SCORE_BLOCK_BYTES = 1.2e9  # of the cublas kernel, at any length (benchmarks/res
 MAX_RING = 16  # ranks of the largest ring that is counted; larger rings are extrapolated from two smaller ones
 
 
+def takes_cublas(kernel_name: str, capability: tuple[int, int], head_dim: int) -> bool:
+    """Returns whether the cublas kernel computes attention: flash kernels need Ampere, and heads that fit them."""
+    before_ampere = kernel_name == "auto" and capability < (8, 0)
+    return kernel_name == "cublas" or before_ampere or head_dim > MAX_FLASH_DIM
+
+
 @dataclass(frozen=True)
 class AttentionMemory:
     """Bytes per local token on the rank that needs most."""

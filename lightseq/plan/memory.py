@@ -10,7 +10,7 @@ from lightseq.memory.offload import IN_FLIGHT, device_lifetimes, layers_in_fligh
 from lightseq.memory.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
 from lightseq.parts.facts import Attention, Layer, distinct
 from lightseq.parts.mlp import TILE_TOKENS
-from lightseq.plan.attention_memory import MAX_FLASH_DIM, SCORE_BLOCK_BYTES, AttentionMemory, attention_memory
+from lightseq.plan.attention_memory import SCORE_BLOCK_BYTES, AttentionMemory, attention_memory, takes_cublas
 from lightseq.plan.breakdown import Breakdown, StateBytes, loss_bytes, moments_of
 from lightseq.plan.layer_costs import ATTENTION, MLP, SCAN
 from lightseq.plan.rates import LAST_NORM, PROCESS_BYTES
@@ -294,7 +294,7 @@ def _memory_of_mixer(run: PlannedRun, mixer: Attention) -> AttentionMemory:
         keep_gathered=run.keeps_gathered,
         window_share=reach.tokens / length if reach is not None and reach.tokens < length else None,
     )
-    if heads.dim > MAX_FLASH_DIM:
+    if takes_cublas(run.config.kernel_name, run.hardware.chip.capability, heads.dim):
         memory = replace(memory, backward=memory.backward + SCORE_BLOCK_BYTES / run.tokens)
     return memory
 

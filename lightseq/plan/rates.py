@@ -35,7 +35,7 @@ class Chip:
         return found
 
 
-# HBM bandwidth; PCIe x16 in one direction, 64 GB/s (Gen5) or 32 GB/s (Gen4); NVLink in one direction, half of the
+# Memory bandwidth; PCIe x16 in one direction, 64 GB/s (Gen5) or 32 GB/s (Gen4); NVLink in one direction, half of the
 # advertised rate, or PCIe for GPUs without NVLink.
 CHIPS: Mapping[str, Chip] = {
     "h200": Chip("NVIDIA H200", 143_771 * MIB, 4.8e12, 64e9, 450e9),
@@ -45,6 +45,7 @@ CHIPS: Mapping[str, Chip] = {
     "a100-80gb": Chip("NVIDIA A100-SXM4-80GB", 81_920 * MIB, 2.039e12, 32e9, 300e9, (8, 0)),
     "a100-40gb": Chip("NVIDIA A100-SXM4-40GB", 40_960 * MIB, 1.555e12, 32e9, 300e9, (8, 0)),
     "l40s": Chip("NVIDIA L40S", 46_068 * MIB, 0.864e12, 32e9, 32e9, (8, 9)),
+    "t4": Chip("Tesla T4", 15_360 * MIB, 0.3e12, 16e9, 16e9, (7, 5)),  # PCIe Gen3
 }
 MEASURED_ON = CHIPS["h200"]
 DEFAULT_CORES = 8  # host cores per rank; hosts of eight GPUs have more
@@ -104,6 +105,9 @@ HEAD_DIM_SHARE: Mapping[int, float] = {64: 0.86, 128: 1.0}
 # of 437 TFLOP/s, and 235 with a window of 1,024 (dev/LOG.md).
 WITHOUT_CUDNN, WINDOW_WITHOUT_CUDNN = 0.86, 0.54
 KERNEL_SHARE: Mapping[str, float] = {"cudnn": 0.84, "aten": 0.5, "fa2": 0.5}
+# Bytes that the cublas kernel moves for each score, forward and backward: float32 products and 16-bit weights, written
+# and read (counted in kernels/attention/cublas.py).
+SCORE_BYTES = 38
 
 
 def chip_named(name: str) -> Chip:

@@ -13,6 +13,7 @@ from lightseq.parts.attention import caps_scores
 from lightseq.parts.facts import Attention, Experts, Layer, LinearMixer, attention_shape
 from lightseq.parts.mlp import TILE_TOKENS
 from lightseq.plan import rates
+from lightseq.plan.attention_memory import MAX_FLASH_DIM, takes_cublas
 from lightseq.plan.copies import exposed_copies
 from lightseq.plan.layer_costs import tiles_mlp
 from lightseq.plan.memory import lifetimes_of, saved_by_groups
@@ -105,9 +106,19 @@ def _full_attention_seconds(run: PlannedRun, mixer: Attention) -> float:
     if mixer.heads.dim == 256 and run.config.kernel_name in ("auto", "fa4") and not _takes_cudnn(run, mixer):
         share *= rates.WITHOUT_CUDNN if mixer.reach is None else rates.WINDOW_WITHOUT_CUDNN
     kernel = rates.attention_rates(run.hardware.chip, run.transport)
-    kernel = replace(kernel, flops_per_second=kernel.flops_per_second * (share * rates.ATTENTION_SHARE))
+    speed = kernel.flops_per_second * share
+    cublas = takes_cublas(run.config.kernel_name, run.hardware.chip.capability, mixer.heads.dim)
+    if cublas and mixer.heads.dim <= MAX_FLASH_DIM:  # the speed of wider heads was measured
+        speed = _speed_of_scores(run, mixer, speed)
+    kernel = replace(kernel, flops_per_second=speed * rates.ATTENTION_SHARE)
     per_host = run.hardware.gpus_per_host
     return _estimated(run.choice, run.sequence_ranks, shape, kernel, per_host, run.keeps_gathered).seconds
+
+
+def _speed_of_scores(run: PlannedRun, mixer: Attention, flops_per_second: float) -> float:
+    """Returns the FLOP/s of attention whose products run at a speed, and whose scores go through memory."""
+    flops = 2 * (mixer.heads.dim + mixer.heads.value_dim) * (1 + BACKWARD_FLOPS)  # of a score
+    return flops / (flops / flops_per_second + rates.SCORE_BYTES / memory_rate(run))
 
 
 def _takes_cudnn(run: PlannedRun, mixer: Attention) -> bool:

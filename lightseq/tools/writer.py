@@ -140,10 +140,24 @@ def load_writer(checkpoint: str, directory: Path, tokenizer: Any, sampling: dict
     """Loads a model onto the first GPU, or the CPU without one. Raises ValueError if it cannot be loaded."""
     import torch
 
+    from lightseq.kernels.attention.base import compute_capability
     from lightseq.tools.pretrained import load_pretrained
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Writer(checkpoint, load_pretrained(directory, device), tokenizer, sampling)
+    model = load_pretrained(directory, device)
+    if (0, 0) < compute_capability(device) < (8, 0) and to_float16(model):
+        say("bfloat16 weights are read as float16, because this GPU's tensor cores have no bfloat16")
+    return Writer(checkpoint, model, tokenizer, sampling)
+
+
+def to_float16(model: Any) -> bool:
+    """Casts weights and buffers in bfloat16. Returns whether there were any."""
+    import torch
+
+    found = [x for x in (*model.parameters(), *model.buffers()) if x.dtype is torch.bfloat16]
+    for x in found:
+        x.data = x.data.half()
+    return bool(found)
 
 
 def say(line: str) -> None:

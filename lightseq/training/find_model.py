@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from warnings import filterwarnings
 
+import torch
 from transformers import PreTrainedConfig
 
 from lightseq.architecture.family import apply_rope, context_warning, resolve
@@ -14,6 +15,7 @@ from lightseq.config.train_config import TrainConfig
 from lightseq.data.tokenizer import ByteTokenizer
 from lightseq.distributed.parallel_dims import ParallelDims, parallel_dims
 from lightseq.distributed.world import World, check_devices
+from lightseq.kernels.attention.base import compute_capability
 from lightseq.models import hub, mxfp4
 from lightseq.models.decoder import has_towers
 from lightseq.models.presets import ModelFamily
@@ -22,6 +24,7 @@ from lightseq.parts.fp8 import check_fp8
 from lightseq.parts.packed_base import PackedBase, held_as_stored, mark
 from lightseq.training.setup_checks import (
     Notes,
+    bfloat16_warning,
     check_kernel,
     check_layers,
     check_mixers,
@@ -65,6 +68,8 @@ def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundM
         context = context_warning(model_config, config.model_max_length, unscaled)
         lines += [context] if context else []
     lines += flag_warnings(config.resolve_memory_flags(world.device.type == "cuda"), dims.sequence)
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    lines += bfloat16_warning(config, name, compute_capability(world.device))
     warnings = tuple(f"warning: {line}" for line in lines)
     lora = lora_from_config(config, model_config)
     warnings += notes_on_targets(config, lora, model_config)

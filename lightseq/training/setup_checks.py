@@ -205,6 +205,13 @@ def kernel_specs(
     ]
 
 
+def bfloat16_warning(config: TrainConfig, device_name: str, capability: tuple[int, int]) -> list[str]:
+    """Returns a warning about --bf16 on a GPU whose tensor cores have no bfloat16."""
+    if not config.bf16 or not (0, 0) < capability < (8, 0):
+        return []
+    return [f"--bf16 is slow on {device_name}, whose tensor cores have no bfloat16; give --fp16 in its place"]
+
+
 def flag_warnings(config: TrainConfig, sequence_size: int) -> list[str]:
     """Returns warnings about flags that together cost speed."""
     found = []

@@ -36,7 +36,7 @@ from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
 from lightseq.training.find_teacher import check_vocabularies, teacher_source
 from lightseq.training.router_flags import make_routers
-from lightseq.training.setup_checks import check_layers, check_mixers, check_packing, kernel_specs
+from lightseq.training.setup_checks import bfloat16_warning, check_layers, check_mixers, check_packing, kernel_specs
 from lightseq.utils.files import open_output
 
 PROGRAM = "lightseq plan"
@@ -183,4 +183,6 @@ def _notes(family: ModelFamily, run: PlannedRun, may_offload: bool) -> list[str]
     before = resolve(family, config.model_name, random_init=True).config if config.rope_scaling else None
     longest = run.documents.longest_tokens if run.documents else config.model_max_length
     context = context_warning(run.model, longest, before)
-    return [note for note, applies in notes.items() if applies] + ([context] if context else [])
+    found = bfloat16_warning(config, hardware.chip.device, hardware.chip.capability)
+    found += [note for note, applies in notes.items() if applies]
+    return found + ([context] if context else [])
