@@ -30,8 +30,10 @@ def context() -> Any:
     modules = MODULES
     if _cuda_of_torch() is None:  # else each process tells DeepSpeed its device before the import
         os.environ["DS_ACCELERATOR"] = "cpu"
-        modules = [*modules, "deepspeed.runtime.zero.muon.original_muon"]  # every engine and torch's compiler import it
-    found.set_forkserver_preload([*modules, "warm"])
+        # Every engine and torch's compiler import it. `warm` runs a backward pass, after which builds for CUDA refuse
+        # another one in a forked process.
+        modules = [*modules, "deepspeed.runtime.zero.muon.original_muon", "warm"]
+    found.set_forkserver_preload(modules)
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     address = os.environ.get(ADDRESS)
     if address not in (None, server._forkserver_address):
