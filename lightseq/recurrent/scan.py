@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightseq.config.recurrent_schedules import HEADS
-from lightseq.kernels.recurrent.base import ScanInputs
+from lightseq.kernels.recurrent.base import ScanInputs, transition_size
 from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.recurrent.chain import final_gradients, gather, initial_states
 from lightseq.recurrent.chain_or_heads import choose
@@ -166,9 +166,8 @@ def _empty_chain(x: ScanInputs, slots: int) -> tuple[Tensor, Tensor]:
     """Returns uninitialized states and transitions of a rank's fragments."""
     (batch, _, heads, values), keys = x.v.shape, x.k.shape[-1]
     dtype = torch.promote_types(x.v.dtype, torch.float32)
-    rows, columns = (keys, keys) if x.beta is not None else (keys if x.g.ndim == 4 else 1, 1)
     states = x.v.new_empty(batch, slots, heads, keys, values, dtype=dtype)
-    return states, x.v.new_empty(batch, slots, heads, rows, columns, dtype=dtype)
+    return states, x.v.new_empty(batch, slots, heads, *transition_size(x), dtype=dtype)
 
 
 def _join(plan: FragmentPlan, outer: Tensor, inner: Tensor) -> Tensor:

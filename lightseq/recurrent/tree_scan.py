@@ -6,17 +6,18 @@ gradient of a final state is the sum of those of the pieces that begin from it. 
 backward pass summarizes and composes again, because a state for each parent takes more memory than that takes time.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightseq.kernels.recurrent.base import ForwardScan, ScanInputs
+from lightseq.kernels.recurrent.base import ForwardScan, ScanInputs, Summary, transition_size
 from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.recurrent.chain import apply_transition, gather, transposed
 from lightseq.recurrent.fragments import Segments
-from lightseq.recurrent.tree_plan import TreePlan, tree_plan
+from lightseq.recurrent.tree_plan import Step, TreePlan, tree_plan
 from lightseq.sequence.group import SequenceGroup, find_group
 from lightseq.utils.checkpoint_context import reuse_or_compute
 
@@ -89,33 +90,37 @@ def _add_shared(dstates: Tensor, states: States, plan: TreePlan, group: Sequence
 
 
 def compose(x: ScanInputs, links: ForwardScan | None, plan: TreePlan, group: SequenceGroup) -> States:
-    """Returns the final states of links: those that others of this rank or of its descendants begin from."""
+    """Returns the final states of links: the shared ones of all ranks, and this rank's others."""
     (batch, _, heads, values), keys = x.v.shape, x.k.shape[-1]
     dtype = torch.promote_types(x.v.dtype, torch.float32)
     table = x.v.new_zeros(batch, plan.row_count, heads, keys, values, dtype=dtype)
     own = None if links is None else links.summarize()
     shared = None
     if plan.most_shared:
-        rows, columns = (keys, keys) if x.beta is not None else (keys if x.g.ndim == 4 else 1, 1)
-        mine = []
-        for like, size in ((0, (rows, columns)), (1, (keys, values))):
-            part = table.new_zeros(batch, plan.most_shared, heads, *size)
-            if own is not None:
-                part[:, : len(plan.shared_links)] = own[like].index_select(1, plan.shared_links)
-            mine.append(part)
-        transitions, ends = (torch.cat(parts, 1) for parts in zip(*gather(group, mine), strict=True))
-        shared = transitions
-        _descend(table, plan.shared_steps, transitions, ends)
-    if own is None:
-        return States(table, None, shared)
-    _descend(table, plan.own_steps, own.transition, own.state)
-    return States(table, own.transition, shared)
+        shared = _gather_shared(own, (transition_size(x), (keys, values)), table, plan, group)
+        _descend(table, plan.shared_steps, shared)
+    if own is not None:
+        _descend(table, plan.own_steps, own)
+    return States(table, *(None if each is None else each.transition for each in (own, shared)))
 
 
-def _descend(table: Tensor, steps: tuple[Any, ...], transitions: Tensor, ends: Tensor) -> None:
+def _gather_shared(
+    own: Summary | None, sizes: Sequence[tuple[int, int]], table: Tensor, plan: TreePlan, group: SequenceGroup
+) -> Summary:
+    """Returns the summaries of all ranks' shared links, `most_shared` for each rank; zeros fill up those with fewer."""
+    mine = [table.new_zeros(len(table), plan.most_shared, table.shape[2], *size) for size in sizes]
+    if own is not None:
+        for padded, part in zip(mine, own, strict=True):
+            padded[:, : len(plan.shared_links)] = part.index_select(1, plan.shared_links)
+    return Summary(*(torch.cat(parts, 1) for parts in zip(*gather(group, mine), strict=True)))
+
+
+def _descend(table: Tensor, steps: Sequence[Step], summaries: Summary) -> None:
+    """Writes the final states of links into the table, from the roots down."""
     for step in steps:
-        above, transition = table.index_select(1, step.begin), transitions.index_select(1, step.summaries)
-        table.index_copy_(1, step.rows, apply_transition(transition, above) + ends.index_select(1, step.summaries))
+        transition, state = (part.index_select(1, step.summaries) for part in summaries)
+        above = table.index_select(1, step.begin)
+        table.index_copy_(1, step.rows, apply_transition(transition, above) + state)
 
 
 def _forward(x: ScanInputs, scale: float, segments: Segments | None) -> ForwardScan | None:

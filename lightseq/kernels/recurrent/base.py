@@ -37,6 +37,14 @@ class Summary(NamedTuple):
     state: Tensor  # b (B, N, H, K, V): the final state after an initial state of zeros
 
 
+def transition_size(x: ScanInputs) -> tuple[int, int]:
+    """Returns the rows and columns of a transition: K and K, or one column where it only scales the rows of a state."""
+    keys = x.k.shape[-1]
+    if x.beta is not None:
+        return keys, keys
+    return (keys if x.g.ndim == 4 else 1), 1
+
+
 class ForwardScan(Protocol):
     """A recurrence over segments, in two steps, so that the initial states may depend on the summaries."""
 
