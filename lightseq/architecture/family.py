@@ -310,8 +310,9 @@ def _check_hub(family: ModelFamily, hub_id: str) -> None:
     if hub_id in family.aliases:
         remedy = "add --random_init to train its architecture from fresh weights"
     else:
-        nearest = [*_nearest_presets(family, hub_id.split("/")[-1]), *family.presets]
-        remedy = f"give --random_init and a preset, such as {nearest[0]}"
+        elsewhere = _presets_elsewhere(family)
+        nearest = [name for name in _nearest_presets(family, hub_id.split("/")[-1]) if name not in elsewhere]
+        remedy = f"give --random_init and a preset, such as {[*nearest, *family.presets][0]}"
     raise ValueError(
         f"--model_name_or_path {hub_id} is not a local directory and cannot be fetched from the hub "
         f"({reason}); check the id and the network, or {remedy}. {CONFIG_IS_ENOUGH}"
