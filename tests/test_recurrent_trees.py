@@ -1,7 +1,6 @@
 """Scans and short convolutions over rows of trees equal their paths one by one in float64, forward and backward."""
 
 import random
-from itertools import product
 
 import pytest
 import torch
@@ -103,7 +102,7 @@ def compare_tokens_before(group: SequenceGroup, documents: Documents) -> None:
 
 def trees_of(seed: int, count: int) -> list[Nodes]:
     rng = random.Random(seed)
-    return [*by_hand()[:4], *(tree(rng, rng.randint(2, 9), 11) for _ in range(count))]
+    return [*by_hand()[:3], *(tree(rng, rng.randint(2, 9), 11) for _ in range(count))]
 
 
 def few_trees(rank: int, kind: str) -> None:
@@ -112,8 +111,8 @@ def few_trees(rank: int, kind: str) -> None:
 
 
 def every_tree(rank: int, kind: str, schedule: str) -> None:
-    for layout, balances in product(layouts(dist.get_world_size(), schedule), (False, True)):
-        compare(group_of(layout, balances), kind, schedule, trees_of(layout.chunk_count, 8))
+    for number, layout in enumerate(layouts(dist.get_world_size(), schedule)):
+        compare(group_of(layout, number % 2 == 0), kind, schedule, trees_of(number, 3))
 
 
 def compare(group: SequenceGroup, kind: str, schedule: str, trees: list[Nodes]) -> None:
