@@ -8,6 +8,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
+import difflib
 import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -92,14 +93,18 @@ def _chosen(cells: Mapping[str, Cell], patterns: str | None) -> dict[str, Cell]:
     for pattern in patterns.split(","):
         found = fnmatch.filter(cells, pattern.strip())
         if not found:
-            raise ValueError(f"--cells {pattern} matches no cell; choose from {', '.join(cells)}")
+            nearest = difflib.get_close_matches(pattern, cells, n=3)
+            guess = f"did you mean {' or '.join(nearest)}? " if nearest else ""
+            raise ValueError(f"--cells {pattern} matches no cell; {guess}--list shows all {len(cells)}")
         names |= dict.fromkeys(found)
     return {name: cells[name] for name in names}
 
 
 def _listed(cells: Mapping[str, Cell]) -> list[str]:
-    rows = [[name, str(cell.gpus), cell.about, cell.command] for name, cell in cells.items()]
-    return aligned([["cell", "GPUs", "what", "command"], *rows], left=(0, 2, 3))
+    rows = [[name, str(cell.gpus), cell.about] for name, cell in cells.items()]
+    lines = aligned([["cell", "GPUs", "what"], *rows], left=(0, 2))
+    commands = ["", *(f"    {cell.command}" for cell in cells.values())]
+    return [text for pair in zip(lines, commands, strict=True) for text in pair if text]
 
 
 def _compare(cell: Cell, about: Mapping[str, Any], flags: argparse.Namespace) -> bool:

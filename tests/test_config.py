@@ -486,3 +486,11 @@ def test_values_of_a_file_and_of_the_command_line_are_checked_together(tmp_path:
     with pytest.raises(ValueError, match=r"--warmup_ratio 0\.1 and --warmup_steps 3 both set the warm-up"):
         given(f"--config {path} --warmup_steps 3")
     assert given(f"--config {path} --warmup_steps 3 --warmup_ratio 0").warmup_steps == 3
+
+
+def test_none_takes_a_flag_of_a_file_back(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("model_name_or_path: m\ndata_path: d\noutput_dir: o\neval_fraction: 0.1\nmax_steps: 5\n")
+    assert parse(["--config", str(file)], "test").eval_fraction == 0.1
+    found = parse(["--config", str(file), "--eval_fraction", "none"], "test")
+    assert found.eval_fraction is None and found.max_steps == 5

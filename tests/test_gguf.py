@@ -12,11 +12,13 @@ STAND_IN = """import argparse, pathlib, sys
 parser = argparse.ArgumentParser()
 parser.add_argument("model")
 parser.add_argument("--outfile", type=pathlib.Path)
+parser.add_argument("--no-mtp", action="store_true")
 parser.add_argument("--outtype", choices=["f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0", "auto"])
 args = parser.parse_args()
 args.outfile.write_text(f"{args.model} {args.outtype}")
 if "unknown" in args.model:
     sys.exit("INFO: reading\\nERROR:hf-to-gguf:Model StrangeForCausalLM is not supported")
+assert args.no_mtp or "qwen" not in args.model
 """
 
 
@@ -39,6 +41,8 @@ def test_a_model_is_converted_to_the_type_that_was_asked_for(llama_cpp: Path, tm
     words = [str(checkpoint), "--output", str(output), "--type", "q8_0", "--llama_cpp", str(llama_cpp)]
     assert lightseq(["gguf", *words]) == 0
     assert output.read_text() == f"{checkpoint} q8_0"
+    qwen = [str(model(tmp_path, "qwen")), "--output", str(tmp_path / "qwen.gguf"), "--converter_flags=--no-mtp"]
+    assert lightseq(["gguf", *qwen, "--llama_cpp", str(llama_cpp)]) == 0
     assert not [*tmp_path.glob("*.partial")]
 
 
@@ -64,6 +68,7 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_no_file(
         "without config.json": [str(model(tmp_path, "run", "run.json")), *cpp],
         "is not a directory": [str(tmp_path / "missing"), *cpp],
         "Model StrangeForCausalLM is not supported": [str(model(tmp_path, "unknown")), *cpp],
+        "failed: AssertionError (File ": [str(model(tmp_path, "qwen")), *cpp],
         f"{CONVERTER} is not on the PATH; type: git clone": [str(plain)],
         f"has no {CONVERTER}": [str(plain), "--llama_cpp", str(plain)],
         "taken.gguf exists": [str(plain), "--output", str(tmp_path / "taken.gguf"), *cpp],

@@ -136,7 +136,7 @@ def _parser(program: str, required: Sequence[str] = REQUIRED) -> Parser:
     )
     file_help = (
         "YAML or JSON file of flags, the name of a recipe (lightseq recipes lists them), or the run.json of an earlier "
-        "run. The command line overrides it."
+        "run. The command line overrides it; `--flag none` takes a flag of the file back if it has no default."
     )
     parser.add_argument_group().add_argument("--config", type=config_flag, metavar="FILE", help=file_help)
     types = flag_types()
@@ -149,6 +149,8 @@ def _parser(program: str, required: Sequence[str] = REQUIRED) -> Parser:
             convert = BY_FLAG.get(field.name, CONVERTERS[kind])
             if "default" in field.metadata:  # the run decides
                 convert = partial(_auto_or, convert)
+            elif field.default is None and "none" not in CHOICES.get(field.name, ()):
+                convert = partial(_none_or, convert)
             section.add_argument(
                 f"--{field.name}", type=convert, metavar=METAVARS[kind], help=_help(field, required), **bare
             )
@@ -172,6 +174,11 @@ def _auto_or(convert: Callable[[str], Any], text: str) -> Any:
         return None if text.lower() == "auto" else convert(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, or auto for the planner's choice") from None
+
+
+def _none_or(convert: Callable[[str], Any], text: str) -> Any:
+    """Returns None for `none`, as if the flag were not given, and the converted value for anything else."""
+    return None if text.lower() == "none" else convert(text)
 
 
 def _boolean(text: str) -> bool:

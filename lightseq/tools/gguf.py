@@ -28,6 +28,8 @@ def parser() -> Parser:
     out.add_argument("--output", type=Path, required=True, metavar="FILE", help="new file, such as model.gguf")
     out.add_argument("--type", choices=TYPES, default="auto", help="type of the weights (default: that of the model)")
     found = f"directory of llama.cpp, which has {CONVERTER} (default: the one on the PATH)"
+    passed = "flags for the converter, such as --converter_flags=--no-mtp"
+    out.add_argument("--converter_flags", default="", metavar="WORDS", help=passed)
     out.add_argument("--llama_cpp", type=Path, metavar="DIR", help=found)
     return out
 
@@ -40,11 +42,17 @@ def _convert(args: argparse.Namespace) -> None:
     _check(args)
     partial = args.output.with_name(f"{args.output.name}.partial")
     command = [*_converter(args), str(args.checkpoint), "--outfile", str(partial), "--outtype", args.type]
+    command += shlex.split(args.converter_flags)
     try:
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if ended.returncode or not partial.is_file():
-            said = [line for line in ended.stderr.splitlines() if line.strip()] or ["it wrote nothing"]
-            raise ValueError(f"{CONVERTER} failed: {said[-1].strip()}; the command was {shlex.join(command)}")
+            said = [line.strip() for line in ended.stderr.splitlines() if line.strip()] or ["it wrote nothing"]
+            frames = [line for line in said if line.startswith("File ")]
+            where = f" ({frames[-1]})" if frames and ":" not in said[-1] else ""  # an assertion without a message
+            raise ValueError(
+                f"{CONVERTER} failed: {said[-1]}{where}; --converter_flags passes flags on; the command was "
+                f"{shlex.join(command)}"
+            )
         partial.replace(args.output)
     finally:
         partial.unlink(missing_ok=True)

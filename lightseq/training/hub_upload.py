@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 
 from lightseq.checkpoint import checkpoints, manifest
 from lightseq.config.train_config import TrainConfig
@@ -52,4 +52,4 @@ def upload(config: TrainConfig, repository: str) -> None:
         command = f"hf upload {repository} {checkpoint} --exclude '{checkpoints.STATE}/*'"
         print(f"error: --push_to_hub: {checkpoint} was not uploaded ({reason}); type {command}", file=sys.stderr)
         raise SystemExit(1) from error
-    print(f"uploaded    {checkpoint} to https://huggingface.co/{repository}", flush=True)
+    print(f"uploaded    {checkpoint} to {constants.ENDPOINT}/{repository}", flush=True)

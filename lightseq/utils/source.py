@@ -45,9 +45,9 @@ def commit(root: Path = PACKAGE.parent) -> str | None:
 
 
 def describe_source() -> str:
-    """Returns the version, and for a checkout, which may have changed since it was installed, its commit."""
+    """Returns the version, and for a checkout its commit, instead of the one at which it was installed."""
     found = commit()
-    return own_version() + (f", checkout at commit {found}" if found else "")
+    return f"{own_version().partition('+')[0]}, checkout at commit {found}" if found else own_version()
 
 
 @cache
