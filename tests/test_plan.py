@@ -935,7 +935,9 @@ def test_bfloat16_is_warned_about_where_tensor_cores_lack_it() -> None:
         config = planned_run(LlamaConfig(), dtype, 1).config
         found = bfloat16_warning(config, CHIPS[chip].device, CHIPS[chip].capability)
         assert ["--fp16 in its place" in line for line in found] == [True] * warned, (dtype, chip)
-    assert not bfloat16_warning(planned_run(LlamaConfig(), "--bf16", 1).config, "CPU", (0, 0))
+    (found,) = bfloat16_warning(planned_run(LlamaConfig(), "--bf16", 1).config, "CPU", (0, 0))
+    assert found.endswith("on a CPU; give --bf16 False to try things out")
+    assert not bfloat16_warning(planned_run(LlamaConfig(), "", 1).config, "CPU", (0, 0))
 
 
 @pytest.mark.parametrize(

@@ -206,9 +206,11 @@ def kernel_specs(
 
 
 def bfloat16_warning(config: TrainConfig, device_name: str, capability: tuple[int, int]) -> list[str]:
-    """Returns a warning about --bf16 on a GPU whose tensor cores have no bfloat16."""
-    if not config.bf16 or not (0, 0) < capability < (8, 0):
+    """Returns a warning about --bf16 on a CPU, or on a GPU whose tensor cores have no bfloat16."""
+    if not config.bf16 or capability >= (8, 0):
         return []
+    if capability == (0, 0):
+        return ["--bf16 may be many times slower than float32 on a CPU; give --bf16 False to try things out"]
     return [f"--bf16 is slow on {device_name}, whose tensor cores have no bfloat16; give --fp16 in its place"]
 
 
