@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib.metadata import distributions
+from multiprocessing import current_process
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -50,7 +51,7 @@ MS_SWIFT: Mapping[str, Any] = {
     "torch_dtype": "float32",
     "attn_impl": "sdpa",
     "split_dataset_ratio": 0.0,
-    "dataloader_num_workers": 0,  # tests run in daemons, which have no children
+    "dataloader_num_workers": 0,
     "dataset_num_proc": 1,
     "use_hf": True,
     "load_from_cache_file": False,
@@ -117,6 +118,7 @@ def _ms_swift(folder: Path, output: str, splits: bool, changes: Mapping[str, Any
     def pack_with_sdpa(self: Any) -> None:
         self.padding_free = self.padding_free or self.packing
 
+    current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # packing starts processes
     SftArguments._check_padding_free = pack_with_sdpa  # it refuses all but flash-attention, which needs GPUs
     inputs = {"model": folder / "model", "dataset": folder / "rows.jsonl", "output_dir": output}
     plugin = {"external_plugins": EXAMPLES / "with_ms_swift.py"} if splits else {}
