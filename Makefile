@@ -34,7 +34,7 @@ PINNED := 'torch==2.13.0' 'transformers==5.16.1' 'trl==1.9.0' 'accelerate==1.13.
 # Tests start hundreds of processes, which would compile this program anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install train test test-all test-compat test-trl test-verl test-vllm test-axolotl test-cluster test-gpu test-wheel check clean
+.PHONY: help install train test test-all test-compat test-trl test-verl test-vllm test-axolotl test-other-trainers test-cluster test-gpu test-wheel check clean
 
 help:
 	@echo "make install    install lightseq and what it needs into .venv"
@@ -48,6 +48,7 @@ help:
 	@echo "make test-vllm  GRPO with completions of a vLLM server on the CPU (two minutes), in an environment of its own"
 	@echo "make test-ray   two workers of Ray Train train as one process, though one is killed (three minutes), in an environment of its own"
 	@echo "make test-axolotl  the axolotl plugin beside axolotl on CPU processes (five minutes), in an environment of its own"
+	@echo "make test-other-trainers  LLaMA-Factory and ms-swift with our examples beside themselves on CPU processes (five minutes), in environments of their own"
 	@echo "make test-cluster  the Slurm scripts on a real Slurm of two hosts on this machine (twelve minutes); needs root and Debian's packages"
 	@echo "make test-gpu   the tests that need GPUs"
 	@echo "make test-wheel build the sdist and the wheel, and run README's commands from an empty environment (three minutes)"
@@ -176,6 +177,33 @@ test-axolotl: .venv/axolotl/.ready
 	    -c constraints.txt $(PINNED) 'datasets==4.8.4' $(IMPORTED_BY_AXOLOTL) -e . pytest pytest-timeout
 	@.venv/axolotl/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(AXOLOTL)
 	@touch $@
+
+# What LLaMA-Factory and ms-swift import on the CPU. Neither runs torchvision and torchaudio, whose wheels need CUDA, on text.
+LLAMAFACTORY := 'transformers==5.16.1' 'trl==0.24.0' 'accelerate==1.11.0' 'peft==0.18.1' 'datasets==4.0.0' 'av<=16.0.0' einops fire \
+    fastapi hf-transfer matplotlib modelscope omegaconf pandas scipy sentencepiece sse-starlette tiktoken 'torchdata==0.11.0' \
+    'tyro<0.9.0' uvicorn
+MS_SWIFT := 'transformers==5.16.1' 'trl<1' 'accelerate==1.15.0' 'peft<0.21' 'datasets==4.8.4' addict aiohttp attrdict binpacking dacite \
+    einops fastapi json-repair matplotlib modelscope nltk openai oss2 pandas pillow rouge scipy sentencepiece simplejson \
+    sortedcontainers tensorboard tiktoken uvicorn zstandard
+
+test-other-trainers: .venv/other-llamafactory/.ready .venv/other-ms-swift/.ready
+	@.venv/other-llamafactory/bin/python -m pytest -q tests/test_integrations_others.py $(ARGS)
+	@.venv/other-ms-swift/bin/python -m pytest -q tests/test_integrations_others.py $(ARGS)
+
+.venv/other-llamafactory/.ready: constraints.txt pyproject.toml Makefile
+	@$(call other,llamafactory,'llamafactory==0.9.5',$(LLAMAFACTORY))
+
+.venv/other-ms-swift/.ready: constraints.txt pyproject.toml Makefile
+	@$(call other,ms-swift,'ms-swift==4.6.0',$(MS_SWIFT))
+
+# Installs a package without what it asks for, and what it imports, into .venv/other-NAME.
+define other
+echo "install: $(1), and what it imports on the CPU, into .venv/other-$(1) (a few minutes)"; \
+mkdir -p .venv && python3 -m venv .venv/other-$(1) && \
+.venv/other-$(1)/bin/python -m pip install -qq --disable-pip-version-check 'torch==2.13.0' $(3) -e . pytest pytest-timeout && \
+.venv/other-$(1)/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(2) && \
+touch .venv/other-$(1)/.ready
+endef
 
 test-cluster: $(TESTS)
 	@tests/cluster.sh $(RUN) -m pytest -q tests/test_cluster.py $(ARGS)

@@ -1,13 +1,15 @@
 """Mistakes in calls of lightseq from a user's own script are named in one line, with the remedy."""
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from trainer_numbers import common, fresh_model
+from trainer_numbers import collate, common, documents, fresh_model, shared_folder
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -20,6 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 from trl import DPOTrainer, SFTConfig, SFTTrainer
+from worlds import spawn
 
 from lightseq import hf
 from lightseq.integrations import SequenceParallel, SequenceParallelSFTTrainer, SequenceParallelTrainer
@@ -84,6 +87,32 @@ def test_misspelt_keywords_of_functions_are_named(alone: None) -> None:
         TypeError,
         "prepare has no option sequence_parallel; did you mean sequence_parallel_size?",
     )
+
+
+class TakesTokenizer(Trainer):
+    """As LLaMA-Factory's trainers, which know the keyword by its old name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, processing_class=kwargs.pop("tokenizer"), **kwargs)
+
+
+class SplitsBehindOldName(SequenceParallel, TakesTokenizer):
+    pass
+
+
+def _loss_beside_unimportable_trl(rank: int) -> float:
+    """Trains beside a TRL whose trainers cannot be imported, as old ones with a new transformers."""
+    sys.modules["trl"] = ModuleType("trl")
+    with shared_folder() as folder:
+        arguments = TrainingArguments(**common(folder, eval_strategy="no", max_steps=1))
+        rows = [{"input_ids": ids} for ids in documents(2)]
+        trainer = SplitsBehindOldName(fresh_model(), arguments, collate, rows, tokenizer=None)
+        return float(trainer.train().training_loss)
+
+
+def test_keywords_that_a_trainer_renames_and_a_broken_trl_beside_it_are_no_obstacle() -> None:
+    first, second = spawn(2, _loss_beside_unimportable_trl)
+    assert first == second > 0
 
 
 # ---- models --------------------------------------------------------------------------------------------------------

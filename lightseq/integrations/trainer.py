@@ -4,7 +4,6 @@ class MyTrainer(SequenceParallel, Trainer): ...
 trainer = MyTrainer(model, arguments, ..., sequence_parallel_size=2)
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from inspect import signature, unwrap
@@ -153,19 +152,18 @@ class SequenceParallel(SharedRollouts):
         """Returns whether rows of a micro-batch share prompts, as completions and preferences do."""
         if self._trains_on_rollouts():
             return True
-        trl = sys.modules.get("trl")
-        return trl is not None and isinstance(self, trl.DPOTrainer) and takes_packed_rows(whole.model)
+        return _base_of_trl(type(self), "DPOTrainer") is not None and takes_packed_rows(whole.model)
 
     def _is_mean_loss(self) -> bool:
         """Returns whether TRL's SFTTrainer computes the loss, as the mean over all tokens."""
-        trl = sys.modules.get("trl")
-        if trl is None or not isinstance(self, trl.SFTTrainer):
+        base = _base_of_trl(type(self), "SFTTrainer")
+        if base is None:
             return False
         trainer: Any = self
         below: Any = super(SharedRollouts, self)
         inherited = (
             type(trainer).compute_loss is SharedRollouts.compute_loss
-            and below.compute_loss.__func__ is trl.SFTTrainer.compute_loss
+            and below.compute_loss.__func__ is base.compute_loss
         )
         return (
             inherited
@@ -267,22 +265,24 @@ def _divides_by_tp_size() -> bool:
     return "get_tp_size" in named_in(unwrap(Trainer.compute_loss))
 
 
+def _base_of_trl(kind: type, name: str) -> Any:
+    """Returns TRL's class of that name among the bases; importing it may fail beside a transformers newer than TRL."""
+    return next((c for c in kind.__mro__ if c.__module__.startswith("trl.") and c.__name__ == name), None)
+
+
 def _bases_remedy(kind: type) -> str:
     trainers = [base.__name__ for base in kind.__bases__ if not issubclass(base, SequenceParallel)]
     return f"write class {kind.__name__}(SequenceParallel, {', '.join(trainers) or 'Trainer'})"
 
 
 def _keywords_after(kind: type) -> list[str] | None:
-    """Returns the arguments of the constructors after the mixin's; None if they take any."""
-    known = list[str]()
-    for base in kind.__mro__[kind.__mro__.index(SequenceParallel) + 1 :]:
-        if "__init__" not in vars(base):
-            continue
-        parameters = signature(base.__init__).parameters.values()  # type: ignore[misc]
-        known += [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
-        if all(x.kind != x.VAR_KEYWORD for x in parameters):
-            return known
-    return None
+    """Returns the arguments of the constructor after the mixin's; None if it takes any, which it may rename."""
+    after = kind.__mro__[kind.__mro__.index(SequenceParallel) + 1 :]
+    constructor: Any = next(vars(base)["__init__"] for base in after if "__init__" in vars(base))
+    parameters = signature(constructor).parameters.values()
+    if any(x.kind == x.VAR_KEYWORD for x in parameters):
+        return None
+    return [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
 
 
 def _check_arguments(arguments: TrainingArguments) -> None:
