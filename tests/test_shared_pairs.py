@@ -28,7 +28,7 @@ from benchmarks.tiny_models import tiny_config
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch
-from lightseq.data.shared_rows import even_lengths, least_saved, with_shared_prefixes
+from lightseq.data.shared_rows import even_lengths, least_saved_share, with_shared_prefixes
 from lightseq.schedule.nodes import Nodes
 from lightseq.utils.tensors import IGNORE_INDEX
 
@@ -190,9 +190,11 @@ def config_of(flags: str) -> TrainConfig:
 
 
 def test_flags_say_when_prefixes_are_shared() -> None:
-    asked = {x: least_saved(config_of(f"--objective dpo --share_prefixes {x}")) for x in ("auto", "True", "False")}
+    asked = {
+        x: least_saved_share(config_of(f"--objective dpo --share_prefixes {x}")) for x in ("auto", "True", "False")
+    }
     assert asked == {"auto": 0.2, "True": 0.0, "False": None}
-    asked = {x: least_saved(config_of(f"--packing best_fit --share_prefixes {x}")) for x in asked}
+    asked = {x: least_saved_share(config_of(f"--packing best_fit --share_prefixes {x}")) for x in asked}
     assert asked == {"auto": None, "True": 0.0, "False": None}
 
 

@@ -15,7 +15,7 @@ from lightseq.utils.tensors import IGNORE_INDEX
 LENGTHS = 8  # of batches, whose trees leave different parts of a sequence empty
 
 
-def least_saved(config: TrainConfig) -> float | None:
+def least_saved_share(config: TrainConfig) -> float | None:
     """Returns the share of a batch's tokens that trees must save; None if documents stay whole."""
     if config.share_prefixes:
         return 0.0  # rows were packed for trees

@@ -18,7 +18,7 @@ from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.context import SequenceContext, area_balance
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
-from lightseq.data.shared_rows import even_lengths, least_saved, with_shared_prefixes
+from lightseq.data.shared_rows import even_lengths, least_saved_share, with_shared_prefixes
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
 from lightseq.hf.shard_batch import counted_tokens, local_batch
@@ -59,7 +59,7 @@ class Trainer:
         # Every rank's part of a batch has to be a multiple of the tokens that FP8 needs.
         multiple = math.lcm(MULTIPLE * inputs.dims.sequence, engine.context.layout.chunk_count)
         self._lengths = bucket_lengths(config.model_max_length, multiple)
-        self._least_saved = least_saved(config)
+        self._least_saved = least_saved_share(config)
         if self._least_saved is None:
             self.batch_lengths, length_notes = _choose_batch_lengths(config, self._lengths, engine)
         else:
