@@ -66,6 +66,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def _run(flags: argparse.Namespace) -> list[str]:
     """Returns the names of cells that are slower or failed."""
     cells = _chosen(read_cells(flags.baselines), flags.cells)
+    if not cells:
+        raise ValueError(f"--baselines {flags.baselines} has no cell, which is a JSON file; give another folder")
     if flags.list or flags.table:
         print(markdown(cells) if flags.table else "\n".join(_listed(cells)))
         return []
@@ -80,6 +82,8 @@ def _run(flags: argparse.Namespace) -> list[str]:
     if not fitting:
         least = min(cell.gpus for cell in cells.values())
         raise ValueError(f"{gpus} GPUs are here, and the cells need at least {least}; --list shows them")
+    for name in [name for name in cells if name not in fitting]:
+        print(f"{name:<26} left out: it needs {cells[name].gpus} GPUs")
     flags.output.mkdir(parents=True, exist_ok=True)
     about = provenance(None, None if torch.cuda.device_count() else torch.device("cpu"))
     return [name for name, cell in fitting.items() if not _compare(cell, about, flags)]

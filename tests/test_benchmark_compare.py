@@ -91,8 +91,15 @@ def test_a_repeated_cell_is_judged_by_the_saved_baseline(tmp_path: Path, capsys:
     assert status == 0 and "no baseline on" in said
     status, said = run(99.0)
     assert status == 0 and said.endswith("99 tokens/s, 1.0 GiB; baseline 100 tokens/s, 1.0 GiB; 0.99x, as fast\n")
+    (folder / "large.json").write_text(json.dumps({**fields, "gpus": 9, "command": "python3 none.py"}))
     status, said = run(90.0)
+    assert said.startswith("large                      left out: it needs 9 GPUs\n")
     assert status == 1 and said.endswith("0.90x, slower\n")
     (folder / "tiny.json").write_text((folder / "tiny.json").read_text().replace('"lightseq"', '"other"'))
     status, said = run(80.0)
     assert status == 1 and "failed: its command wrote no record; log" in said
+
+
+def test_a_folder_without_cells_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(["--baselines", str(tmp_path)]) == 2
+    assert f"--baselines {tmp_path} has no cell" in capsys.readouterr().err

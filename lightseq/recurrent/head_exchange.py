@@ -27,7 +27,7 @@ from lightseq.sequence.group import SequenceGroup, find_group
 from lightseq.utils.checkpoint_context import reuse_or_compute
 from lightseq.utils.tensors import upload
 
-WHOLE: Final = Layout("contiguous", 1)  # of a rank that has all tokens of some heads
+WHOLE: Final = Layout("contiguous", 1)  # a rank then has all tokens of some heads
 ALIGNMENT: Final = 16  # bytes, of each tensor's part of a message, so that copies move many bytes at a time
 
 
@@ -41,7 +41,7 @@ class HeadExchange:
     group: SequenceGroup
     order_T: Tensor | None  # on the device: each token's row among the tokens of rank 0, 1, ...; None: the same
     edges: tuple[int, ...]  # where documents begin, and the end
-    trees: TreePlan | None  # of the whole row; its states stay on each rank
+    trees: TreePlan | None  # pieces of the whole row, whose states stay on each rank
 
     @property
     def world(self) -> int:

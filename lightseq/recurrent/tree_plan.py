@@ -34,7 +34,7 @@ class Step(NamedTuple):
     """Links of one depth, whose final states follow at once from those above. Indices are on the device."""
 
     summaries: Tensor  # their places among the summaries
-    rows: Tensor  # of their final states
+    rows: Tensor  # rows of their final states
     begin: Tensor  # rows that they begin from
 
 
@@ -51,11 +51,11 @@ class TreePlan:
     leaves_begin: Tensor
     link_rows: Tensor  # row of each link's final state
     shared_links: Tensor  # this rank's shared links, among its links
-    most_shared: int  # of a rank; 0: nothing travels
-    shared_rows: int  # of all ranks
+    most_shared: int  # links that one rank shares at most; with 0 nothing travels
+    shared_rows: int  # rows that all ranks' shared links take
     row_count: int
     shared_steps: tuple[Step, ...]  # from the roots down; summaries are those of all ranks
-    own_steps: tuple[Step, ...]  # of this rank's other links
+    own_steps: tuple[Step, ...]  # the same for links that this rank does not share
 
 
 @lru_cache(maxsize=MAX_PLANS)  # serves all layers, forward and backward

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 DISTRIBUTION: Final = "lightseq-long"
-UNKNOWN: Final = "0.0.0"  # of a copy that nobody installed, as in pyproject.toml
+UNKNOWN: Final = "0.0.0"  # a copy that nobody installed; also in pyproject.toml
 PACKAGE: Final = Path(__file__).resolve().parent.parent
 GIT_SECONDS = 2.0  # timeout for git, because a file system may be slow
 
