@@ -1,7 +1,8 @@
 """Measures which variants of fla's kernels are fastest on this GPU, for the heads of popular hybrids.
 
-Writes the file that lightseq/kernels/recurrent/tuned_choices.py reads. Say --no_choices to measure from nothing; without it
-the first pass takes the choices that are there, and its time says what they spare.
+Writes the file that lightseq/kernels/recurrent/tuned_choices.py reads. --no_choices measures from nothing; without it
+the first pass takes the choices that are there, and its time says what they spare. Processes compile the variants side
+by side, and one of them then measures.
 """
 
 import sys
@@ -15,13 +16,15 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from unittest import mock
 
 import torch
 from torch.nn import functional as F
 
-from benchmarks.command_line import Parser, length, listed, one_of
+from benchmarks.command_line import Parser, length, listed, one_of, positive
 from lightseq.config.parser import run_command
 from lightseq.kernels.recurrent import fla_pass, tuned_choices
 from lightseq.kernels.recurrent.base import ScanInputs
@@ -80,20 +83,40 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--kinds", type=listed(one_of(*KINDS), KINDS), default="all", metavar="K,...", help=f"all, {', '.join(KINDS)}")
     add("--length", type=length, default="32K", metavar="N", help="tokens of a pass")
     add("--no_choices", action="store_true", help="measure from nothing")
+    add("--jobs", type=positive, default=8, metavar="N", help="processes that compile")
     add("--output", type=Path, metavar="FILE", help="JSON file; entries of other kernels and sizes there are kept")
     return out.parse_args(words)
 
 
 def tune(flags: argparse.Namespace) -> None:
-    skip = mock.patch.object(fla_pass, "take_tuned_choices", lambda *_: None) if flags.no_choices else None
-    if skip:
-        skip.start()
-    for heads in POPULAR:
-        if heads.kind in flags.kinds:
+    if flags.no_choices:
+        mock.patch.object(fla_pass, "take_tuned_choices", lambda *_: None).start()
+    with ProcessPoolExecutor(flags.jobs, get_context("spawn")) as pool:
+        for heads in [heads for heads in POPULAR if heads.kind in flags.kinds]:
+            start = time.monotonic()
+            if flags.no_choices:
+                list(pool.map(compile_share, [(heads, job, flags.jobs) for job in range(flags.jobs)]))
             first, second = (timed_pass(heads, flags.length) for _ in range(2))
-            print(f"{heads}: first pass {first:.1f} s, second {second:.3f} s", flush=True)
-    if flags.output:
-        write(flags.output)
+            print(
+                f"{heads}: {time.monotonic() - start - first - second:.1f} s to compile variants, first pass "
+                f"{first:.1f} s, second {second:.3f} s",
+                flush=True,
+            )
+            if flags.output:
+                write(flags.output)
+
+
+def compile_share(work: tuple[Heads, int, int]) -> None:
+    """Compiles every N-th variant of all kernels, into the cache on disk."""
+    heads, job, jobs = work
+    with mock.patch.object(fla_pass, "take_tuned_choices", lambda *_: None):
+        for _, tuner in tuned_choices.autotuners():
+            if not hasattr(tuner, "every"):
+                tuner.every = tuner.configs
+            # A tuner with one variant would fail where that one needs too much memory of a multiprocessor.
+            tuner.configs = [tuner.every[0], *tuner.every[1:][job::jobs]]
+            tuner.cache.clear()
+        timed_pass(heads, 4096)
 
 
 def timed_pass(heads: Heads, tokens: int) -> float:

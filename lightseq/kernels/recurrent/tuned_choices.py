@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import triton
 
 # fla's modules with kernels that the scans call.
 MODULES: Final = (
@@ -65,7 +64,7 @@ def measured() -> list[dict[str, Any]]:
 
 
 def _key_names(tuner: Any) -> list[str]:
-    """Returns the names of a tuning key's leading values. What the tuner itself or a heuristic inside sets is no part."""
+    """Returns the names of a tuning key's leading values, without what the tuner itself or a heuristic inside sets."""
     inside = {*tuner.configs[0].kwargs, *getattr(tuner.fn, "values", ())}
     return [name for name in tuner.keys if name not in inside]
 
@@ -86,17 +85,18 @@ def take_tuned_choices(key_heads: int, value_heads: int, device: torch.device) -
             continue  # another version of the kernel
         for counts in _head_counts(entry["key"], heads):
             key = (*(counts.get(name, value) for name, value in entry["key"].items()), *entry["dtypes"])
-            tuner.cache.setdefault(key, _config(entry["choice"]))
+            tuner.cache.setdefault(key, _config(tuner, entry["choice"]))
 
 
 def _head_counts(key: Mapping[str, Any], heads: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yields values of a key's heads. A key with H alone counts heads of queries in some kernels, of values in others."""
+    """Yields values of a key's heads. H alone counts heads of queries in some kernels, and of values in others."""
     if "H" in key and "HV" not in key:
         yield from ({"H": count} for count in {*heads.values()})
     else:
         yield {name: count for name, count in heads.items() if name in key}
 
 
-def _config(choice: Mapping[str, Any]) -> triton.Config:
+def _config(tuner: Any, choice: Mapping[str, Any]) -> Any:
+    """Returns a choice as a configuration of Triton."""
     sizes = {name: value for name, value in choice.items() if name not in ("num_warps", "num_stages")}
-    return triton.Config(sizes, num_warps=choice["num_warps"], num_stages=choice["num_stages"])
+    return type(tuner.configs[0])(sizes, num_warps=choice["num_warps"], num_stages=choice["num_stages"])
