@@ -84,7 +84,10 @@ def test_every_class_is_exact_or_refused_and_the_table_says_which(tmp_path: Path
     assert done.returncode == 0 and not [x for x in found if x.kind in ("wrong", "raised")], done.stdout
     assert sum(x.kind == "exact" and x.way == "loop" for x in found) > 50
     if f"transformers {transformers.__version__}," in TABLE.read_text():
-        assert table.read_text() == TABLE.read_text(), "make the table again: docs/models.md has the command"
+        not_installed = {x.model_class for x in found if "ModuleNotFoundError" in x.line}
+        made, listed = rows_of(table), rows_of(TABLE)
+        assert [*made] == [*listed], "make the table again: docs/models.md has the command"
+        assert not [name for name in made if made[name] != listed[name] and name not in not_installed]
 
 
 def test_a_head_with_a_bias_trains_as_one_process_does(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +101,10 @@ def test_a_head_with_a_bias_trains_as_one_process_does(alone: None, monkeypatch:
         config = architectures.tiny_config("llama", head_bias=True, tie_word_embeddings=tied)
         for packed in (False, True):
             assert architectures.compare_training(config, packed).startswith("loss within")
+
+
+def test_a_loop_takes_a_model_whose_layers_have_names_of_their_own(alone: None) -> None:
+    assert architectures.compare_loop(architectures.tiny_config("dbrx"), packed=False).startswith("loss within")
 
 
 @pytest.mark.parametrize(
