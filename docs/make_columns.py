@@ -80,8 +80,8 @@ def tables() -> str:
         f"Keys of a turn that say whether an answer is a target: {code(TARGET_KEYS)}; 0 or false masks it.\n",
         "Columns that end the run, with the reason:\n",
         table(("column", "reason"), by_meaning(UNSUPPORTED)),
-        f"<details><summary>Columns and keys without effect</summary>\n\nColumns: {code(sorted(HARMLESS))}.\n\n"
-        f"Keys of turns, unless the template reads them: {code(sorted(HARMLESS_KEYS))}.\n\n</details>\n",
+        f"{len(HARMLESS)} columns and {len(HARMLESS_KEYS)} keys of turns that describe a row, such as "
+        f"{code(sorted(HARMLESS & {'id', 'source', 'url'}))}, have no effect; `lightseq/data/columns.py` lists them.\n",
     ]
     return "\n".join(parts)
 
