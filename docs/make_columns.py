@@ -77,8 +77,8 @@ def tables() -> str:
         ),
         f"Roles, in any case of letters: {'; '.join(f'{role} ({names})' for names, role in by_meaning(ROLES))}.\n",
         f"Keys of a turn that say whether an answer is a target: {code(TARGET_KEYS)}; 0 or false masks it.\n",
-        f"{len(UNSUPPORTED)} columns end the run with the reason: they hold preferences without `--objective dpo`, images, "
-        "sound, weights of targets, or masks of another kind.\n",
+        f"{len(UNSUPPORTED)} columns end the run with the reason: they hold preferences without `--objective dpo`, "
+        "images, sound, weights of targets, or masks of another kind.\n",
         f"{len(HARMLESS)} columns and {len(HARMLESS_KEYS)} keys of turns that describe a row, such as "
         f"{code(sorted(HARMLESS & {'id', 'source', 'url'}))}, have no effect; `lightseq/data/columns.py` lists them.\n",
     ]

@@ -295,10 +295,6 @@ def test_auto_takes_the_schedule_that_a_table_says(header: str, chip: str) -> No
 
 
 def test_records_that_pages_name_exist() -> None:
-    named = {
-        name
-        for page in (RESULTS, ALL_RESULTS)
-        for name in re.findall(r"[\w.-]+\.jsonl", page.read_text())
-    }
+    named = {name for page in (RESULTS, ALL_RESULTS) for name in re.findall(r"[\w.-]+\.jsonl", page.read_text())}
     files = {path.name for path in RECORDS.iterdir()}
     assert len(named) > 30 and named - files == {"metrics.jsonl", "step.jsonl"}
