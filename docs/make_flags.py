@@ -190,7 +190,7 @@ def page() -> str:
             "groups": "\n".join(groups()),
             "ranks": RANKS,
             "schedules": table(("`--schedule`", "who computes what", "source", "busy"), schedules()),
-            "names": table(("lightseq", "`Trainer`, TRL", "axolotl", "torchtitan", ""), names()),
+            "names": table(("lightseq", "`Trainer`, TRL", "axolotl", "torchtitan", "to know"), names()),
             "kernels": table(("`--kernel`", "implementation", "runs on"), kernels()),
         }
     )
