@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -50,7 +51,7 @@ from lightseq.distributed.agreement import on_all_ranks
 from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import World, use_host_cores
 from lightseq.memory.remat import apply_remat
-from lightseq.models.decoder import decoder_layers, text_config
+from lightseq.models.decoder import decoder_layers, ids_of_text, text_config
 from lightseq.parts.adapters import lora_from_config
 from lightseq.parts.compilation import allow_graphs_per_length
 from lightseq.parts.facts import heads_of
@@ -77,18 +78,18 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.rows}x{format_tokens(self.prompt)}+{format_tokens(self.answer)}"
 
-    def ids(self, vocabulary: int) -> list[list[int]]:
+    def ids(self, vocabulary: ArrayLike) -> list[list[int]]:
         """Returns the tokens of all rows, the same on every rank. Answers differ in their first token."""
-        draw = torch.Generator().manual_seed(0)
-        prompt = torch.randint(vocabulary, (self.prompt,), generator=draw).tolist()
-        answers = torch.randint(vocabulary, (self.rows, self.answer), generator=draw)
-        answers[:, 0] = torch.arange(self.rows)
+        draw, tokens = torch.Generator().manual_seed(0), torch.as_tensor(vocabulary)
+        prompt = tokens[torch.randint(len(tokens), (self.prompt,), generator=draw)].tolist()
+        answers = tokens[torch.randint(len(tokens), (self.rows, self.answer), generator=draw)]
+        answers[:, 0] = tokens[: self.rows]
         return [prompt + answer for answer in answers.tolist()]
 
     def nodes(self, form: str) -> Nodes:
         """Returns the documents that a step computes in one form of the rows."""
         if form == "tree":
-            return share_prefixes(self.ids(self.rows + 1)).nodes
+            return share_prefixes(self.ids(range(self.rows + 1))).nodes
         size = self.prompt + self.answer
         return Nodes(tuple(range(0, self.rows * size + 1, size)))
 
@@ -266,7 +267,7 @@ def time_updates(
     flags: argparse.Namespace, job: Job, context: SequenceContext, model: nn.Module, optimizer: torch.optim.Optimizer,
     shape: Shape, form: str,
 ) -> dict[str, Any]:  # fmt: skip
-    rows = shape.ids(text_config(job.config).vocab_size)
+    rows = shape.ids(ids_of_text(job.config))
     advantages = torch.linspace(-1, 1, shape.rows, device=job.world.device)
     update = Update(context, model, optimizer, advantages, shape.rows * shape.answer)
     batch = tree_batch(context, rows, shape) if form == "tree" else packed_batch(context, rows, shape)
@@ -295,7 +296,7 @@ def measure_trl(flags: argparse.Namespace, job: Job, record: Recorder) -> None:
 
     update = TreeUpdate(job)
     for shape in flags.shapes:
-        rows = shape.ids(text_config(job.config).vocab_size)
+        rows = shape.ids(ids_of_text(job.config))
         batch = update.batch(rows, shape.prompt, torch.linspace(-1, 1, shape.rows))
         steps = measure(partial(update, batch), range(flags.warmup + flags.steps), job.world.device)
         numbers = {

@@ -15,6 +15,7 @@ from fla.ops.utils import chunk_local_cumsum
 from torch import Tensor
 
 from lightseq.kernels.recurrent.base import CHUNK, ScanInputs
+from lightseq.kernels.recurrent.tuned_choices import take_tuned_choices
 from lightseq.utils.tensors import upload
 
 LOG2_E = 1.4426950408889634  # the kernels take decays as powers of two
@@ -35,6 +36,7 @@ class FlaPass:
     """
 
     def __init__(self, x: ScanInputs, scale: float, edges: Sequence[int]) -> None:
+        take_tuned_choices(x.k.shape[2], x.v.shape[2], x.v.device)
         self._batch, self._scale = len(x.v), scale
         self._dtypes = [part.dtype for part in x if part is not None]
         self._q, self._k, self._v = (self._flat(part) for part in (x.q.to(x.k.dtype), x.k, x.v.to(x.k.dtype)))
