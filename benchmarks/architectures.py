@@ -1,23 +1,24 @@
 """Trains a tiny model of every causal language model class of transformers over ranks and compares it with one process.
 
 python3 -m torch.distributed.run --nproc_per_node=2 -m benchmarks.architectures
-    [--only llama,qwen3] [--output outputs/architectures.jsonl] [--docs docs/models.md]
+    [--only llama,qwen3] [--output outputs/architectures.jsonl] [--csv docs/classes.csv]
     [--train_flags "--torch_compile True"]
 
 Each class trains with and without packing, through `hf.enable` and as in `lightseq train`, and with config options that
 are easy to get wrong. It must match the loss and every gradient of plain transformers, or be refused in one line.
-`--docs` replaces the list of a page. With `--train_flags`, classes train only as in `lightseq train` with these flags.
+`--csv` writes a table of all classes. With `--train_flags`, classes train only as in `lightseq train` with these flags.
 The exit status is 1 if a class is wrong or raises anything but a refusal.
 """
 
 import argparse
 import copy
+import csv
 import json
 import re
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -84,7 +85,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="model types, separated by commas (default: all of transformers)")
     parser.add_argument("--output", type=Path, default=Path("outputs/architectures.jsonl"))
-    parser.add_argument("--docs", type=Path, help="page whose list of classes is replaced")
+    parser.add_argument("--csv", type=Path, help="table of classes to write, a row for each")
     parser.add_argument("--train_flags", default="", help="flags of `lightseq train`; only that way of training runs")
     asked = parser.parse_args(words)
     known = [*CLASSES]
@@ -92,8 +93,8 @@ def main(words: Sequence[str]) -> int:
     if unknown := [name for name in names if name not in known]:
         parser.error(f"--only {unknown[0]} is no model of transformers that generates text {transformers.__version__}")
     train_flags = shlex.split(asked.train_flags)
-    if train_flags and asked.docs is not None:
-        parser.error("--docs lists every way of training, but --train_flags runs one; leave one of them out")
+    if train_flags and asked.csv is not None:
+        parser.error("--csv lists every way of training, but --train_flags runs one; leave one of them out")
     try:
         parse([*NEEDED, *train_flags], "")
     except ValueError as error:
@@ -107,8 +108,8 @@ def main(words: Sequence[str]) -> int:
     if dist.get_rank() == 0:
         asked.output.parent.mkdir(parents=True, exist_ok=True)
         asked.output.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
-        if asked.docs is not None:
-            replace_table(asked.docs, outcomes)
+        if asked.csv is not None:
+            write_csv(asked.csv, table(outcomes))
         print(*summary(outcomes), sep="\n")
     dist.destroy_process_group()
     return int(any(outcome.kind in ("wrong", "raised") for outcome in outcomes))
@@ -268,16 +269,16 @@ def compared(loss: float, gradients: dict[str, Tensor], want: PreTrainedModel, e
     return f"loss within {off:.0e}, gradients within {worst:.0e}"
 
 
-# ---- the page ------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------------------------
 
-# Ways of training, and the heading of their refusals.
+# Columns of the table by way of training.
 WAYS = {
-    "loop": "refused everywhere",
-    "train": "refused by `lightseq train` only",
-    "loop packed": "refused when packed",
-    "train packed": "refused by `lightseq train --packing` only",
+    "loop": "own loop",
+    "loop packed": "own loop, packed",
+    "train": "lightseq train",
+    "train packed": "lightseq train, packed",
 }
-# Short forms of refusals: a pattern of the line, and the entry in the list.
+# Short forms of refusals: a pattern of the line, and the reason in the table.
 REASONS = {
     "attention interface": "no attention interface of transformers",
     "both directions": "bidirectional attention",
@@ -301,7 +302,6 @@ REASONS = {
     "changes its logits": "logits that are neither scaled nor softly capped",
     "packed documents|document boundaries": "documents do not reach attention",
 }
-BEGIN, END = "<!-- begin: made by benchmarks/architectures.py -->", "<!-- end -->"
 
 
 def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
@@ -314,56 +314,29 @@ def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
-def replace_table(page: Path, outcomes: Sequence[Outcome]) -> None:
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{table(outcomes)}\n{END}{rest.split(END, 1)[1]}")
+def write_csv(file: Path, rows: Iterable[Sequence[str]]) -> None:
+    with file.open("w", newline="", encoding="utf-8") as opened:
+        csv.writer(opened, lineterminator="\n").writerows(rows)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Lists the classes that train exactly everywhere, then the refusals of each way of training.
-
-    A class that is named nowhere is refused for the most common reason.
-    """
+def table(outcomes: Sequence[Outcome]) -> Iterator[list[str]]:
+    """Yields a heading and a row for each class: exact, refused or not run in each way, and the reason."""
     classes: dict[str, dict[str, Outcome]] = {}
     for outcome in outcomes:
         classes.setdefault(outcome.model_class, {}).setdefault(outcome.way, outcome)
-    kinds = {way: {name: ways[way].kind for name, ways in classes.items() if way in ways} for way in WAYS}
-    exact = [name for name, kind in kinds["loop"].items() if kind == "exact"]
-    everywhere = [name for name in exact if all(kinds[way].get(name) == "exact" for way in WAYS)]
-    lines = [
-        f"With transformers {transformers.__version__} and torch {torch.__version__.split('+')[0]}, {len(exact)} of "
-        f"{len(classes)} classes train exactly in your own loop, {len(everywhere)} of them under `lightseq train` too.",
-        "",
-        f"Exact everywhere, plain and packed: {joined(everywhere)}.",
-    ]
-    for way, title in WAYS.items():
-        reasons: dict[str, list[str]] = {}
-        for name, ways in classes.items():
-            refused = way in ways and ways[way].kind == "refused"
-            listed = kinds["loop packed"].get(name) == "refused" if way == "train packed" else name not in exact
-            if refused and (way == "loop" or not listed):
-                reasons.setdefault(reason_of(ways[way]), []).append(name)
-        if not reasons:
-            continue
-        lines += ["", f"| {title} | classes |", "|---|---|"]
-        most = max(reasons, key=lambda reason: len(reasons[reason])) if way == "loop" and len(reasons) > 1 else None
-        for reason, names in sorted(reasons.items(), key=lambda entry: (entry[0] == most, entry[0])):
-            lines.append(f"| {reason} | {f'all {len(names)} others' if reason == most else joined(names)} |")
-    if unknown := [name for name, ways in classes.items() if ways["loop"].kind not in ("exact", "refused")]:
-        lines += ["", "| transformers itself does not build or run these from text | error |", "|---|---|"]
-        trained = {name: "; exact under `lightseq train`" if "train" in classes[name] else "" for name in unknown}
-        lines += [
-            f"| {name} | {classes[name]['loop'].line}{trained[name]} |" for name in sorted(unknown, key=str.lower)
-        ]
-    return "\n".join(lines)
-
-
-def joined(classes: Sequence[str]) -> str:
-    return ", ".join(sorted((name.removesuffix("ForCausalLM") for name in classes), key=str.lower))
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+    yield ["class", *WAYS.values(), f"reason ({versions})"]
+    for name, ways in sorted(classes.items(), key=lambda entry: entry[0].lower()):
+        kinds = [ways[way].kind if way in ways else "not run" for way in WAYS]
+        others = [ways[way] for way in WAYS if way in ways and ways[way].kind != "exact"]
+        reason = reason_of(others[0]) if others else ""
+        yield [name, *("not run" if kind == "not built" else kind for kind in kinds), reason]
 
 
 def reason_of(outcome: Outcome) -> str:
-    """Returns the short form of a refusal."""
+    """Returns the short form of a refusal, or the whole error of a class that is not built."""
+    if outcome.kind != "refused":
+        return outcome.line
     return short_reason(outcome.line.removeprefix(f"{outcome.model_class} "))
 
 

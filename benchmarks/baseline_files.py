@@ -114,7 +114,7 @@ def number(value: float, unit: str) -> str:
 
 
 def markdown(cells: Mapping[str, Cell]) -> str:
-    """Returns the table of all baselines, as docs/results.md shows it."""
+    """Returns the table of all baselines, as dev/RESULTS.md shows it."""
     rows = [("cell", "what", "GPUs", "median (lowest to highest)", "memory per GPU", "date")]
     for cell in cells.values():
         for device, found in cell.baselines.items():

@@ -1,6 +1,6 @@
-"""Plans published checkpoints on one and two GPUs and writes the table of the page of models.
+"""Plans published checkpoints on one and two GPUs and prints a table of them.
 
-python3 -m benchmarks.checkpoints [--only qwen3] [--docs docs/models.md]
+python3 -m benchmarks.checkpoints [--only qwen3] [--csv docs/checkpoints.csv]
 
 `CHECKPOINTS` has the fields of each config.json that decide memory and time; others are defaults of transformers'
 class. They are from the checkpoints' own config.json, as copied in the repositories of litgpt (litgpt/config.py),
@@ -9,6 +9,7 @@ follows from them is in the table. Nothing is downloaded, and no GPU is needed.
 """
 
 import argparse
+import csv
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import torch.distributed as dist
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from benchmarks.architectures import short_reason
+from benchmarks.architectures import short_reason, write_csv
 from benchmarks.command_line import NEEDED
 from benchmarks.tiny_models import empty_timm_towers
 from lightseq import hf
@@ -48,7 +49,6 @@ WAYS: Final[Mapping[str, tuple[int, tuple[str, ...]]]] = {
     "LoRA, 1 GPU": (1, ("--lora_rank", "16")),
     "LoRA, 2 GPUs": (2, ("--lora_rank", "16")),
 }
-BEGIN, END = "<!-- begin: made by benchmarks/checkpoints.py -->", "<!-- end of checkpoints -->"
 
 
 def sizes(
@@ -204,20 +204,19 @@ CHECKPOINTS: Final[Mapping[str, str | tuple[str, dict[str, Any]]]] = {
 def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of the hub ids to plan (default: all)")
-    parser.add_argument("--docs", type=Path, help="page whose table of checkpoints is replaced")
+    parser.add_argument("--csv", type=Path, help="table to write, a row for each checkpoint")
     asked = parser.parse_args(words)
-    if asked.only and asked.docs is not None:
-        parser.error("--docs takes all checkpoints; leave --only out")
+    if asked.only and asked.csv is not None:
+        parser.error("--csv takes all checkpoints; leave --only out")
     empty_timm_towers()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     names = [name for name in CHECKPOINTS if asked.only.lower() in name.lower()]
-    lines = list(table(names))
-    print(*lines, sep="\n")
-    if asked.docs is not None:
-        before, rest = asked.docs.read_text().split(BEGIN)
-        asked.docs.write_text("\n".join([before + BEGIN, *lines, END + rest.split(END, 1)[1]]))
+    rows = list(table(names))
+    csv.writer(sys.stdout, lineterminator="\n").writerows(rows)
+    if asked.csv is not None:
+        write_csv(asked.csv, rows)
     dist.destroy_process_group()
     return 0
 
@@ -240,31 +239,24 @@ def planned(config: PreTrainedConfig, gpus: int, flags: Sequence[str]) -> Plan:
     return make_plan(PlannedRun(config, run, Hardware(chip, gpus, 8, chip.memory_bytes, HOST_GIB * GIB)))
 
 
-def table(names: Sequence[str]) -> Iterator[str]:
-    """Yields the lines of the table: checkpoints that train, then those that are refused and why."""
-    trained, refused = [], []
+def table(names: Sequence[str]) -> Iterator[list[str]]:
+    """Yields a heading and a row for each checkpoint: what its config.json needs, its plans, or why it is refused."""
+    yield ["checkpoint", "change", "parameters", *WAYS, "not in lightseq train"]
     for name in names:
         config = config_of(name)
         try:
             check_config(config, name)
             cells = [cell(planned(config, gpus, flags)) for gpus, flags in WAYS.values()]
-            trained.append(f"| {named(name)} | {billions(inspect_architecture(config).total)} | {' | '.join(cells)} |")
+            yield [name, change(name), billions(inspect_architecture(config).total), *cells, ""]
         except ValueError as error:
-            refused.append(f"| {named(name)} | {refusal(config, str(error).removeprefix(f'{name}: '))} |")
-    if trained:
-        yield f"| checkpoint | parameters | {' | '.join(WAYS)} |"
-        yield f"|---|---{'|---' * len(WAYS)}|"
-        yield from trained
-    if refused:
-        yield from ("", "| not in `lightseq train` | reason |", "|---|---|", *refused)
+            yield [name, change(name), "", *[""] * len(WAYS), refusal(config, str(error).removeprefix(f"{name}: "))]
 
 
-def named(name: str) -> str:
-    """Returns a checkpoint's name, and the change that its config.json needs."""
+def change(name: str) -> str:
+    """Returns the change that a checkpoint needs before training."""
     known = CHECKPOINTS[name]
     has_dropout = not isinstance(known, str) and any("drop" in key for key in known[1])
-    change = ", its dropout set to 0" if has_dropout else ", converted from FP8" if name in IN_FP8 else ""
-    return f"`{name}`{change}"
+    return "dropout set to 0" if has_dropout else "converted from FP8" if name in IN_FP8 else ""
 
 
 def cell(plan: Plan) -> str:
@@ -288,7 +280,7 @@ def refusal(config: PreTrainedConfig, line: str) -> str:
     if reason == f"{positions} positions":
         return f"{reason}, in your own loop too"
     up_to = "" if positions is None else f" up to {positions} positions"
-    return f"{reason}; [your own loop](../examples/README.md) takes it{up_to}"
+    return f"{reason}; your own loop takes it{up_to}"
 
 
 if __name__ == "__main__":

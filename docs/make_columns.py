@@ -75,13 +75,12 @@ def tables() -> str:
                 for names, meaning in by_meaning(_own(format_name))
             ],
         ),
-        "Roles, in any case of letters:\n",
-        table(("role of a turn", "read as"), by_meaning(ROLES)),
+        f"Roles, in any case of letters: {'; '.join(f'{role} ({names})' for names, role in by_meaning(ROLES))}.\n",
         f"Keys of a turn that say whether an answer is a target: {code(TARGET_KEYS)}; 0 or false masks it.\n",
-        "Columns that end the run, with the reason:\n",
-        table(("column", "reason"), by_meaning(UNSUPPORTED)),
-        f"<details><summary>Columns and keys without effect</summary>\n\nColumns: {code(sorted(HARMLESS))}.\n\n"
-        f"Keys of turns, unless the template reads them: {code(sorted(HARMLESS_KEYS))}.\n\n</details>\n",
+        f"{len(UNSUPPORTED)} columns end the run with the reason: they hold preferences without `--objective dpo`, "
+        "images, sound, weights of targets, or masks of another kind.\n",
+        f"{len(HARMLESS)} columns and {len(HARMLESS_KEYS)} keys of turns that describe a row, such as "
+        f"{code(sorted(HARMLESS & {'id', 'source', 'url'}))}, have no effect; `lightseq/data/columns.py` lists them.\n",
     ]
     return "\n".join(parts)
 

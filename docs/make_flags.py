@@ -19,6 +19,43 @@ from lightseq.schedule.cost import AttentionShape, cost
 RANKS = 8
 SHAPE = AttentionShape(length=2**17, heads=32, kv_heads=8, head_dim=128)
 
+# What a user of another program sets: our flag, its names in Trainer and TRL, axolotl, torchtitan, and what differs.
+# Programs that use our name are left out.
+NAMES = (
+    ("--model_name_or_path", "", "base_model", "hf_assets_path initial_load_path", ""),
+    ("--data_path", "dataset_name", "datasets", "dataset dataset_path", "several: `a.jsonl=2,b.jsonl=0.5`"),
+    ("--output_dir", "", "", "dump_folder", ""),
+    ("--model_max_length", "max_length", "sequence_len", "seq_len", "tokens over all ranks of a sequence"),
+    ("--packing best_fit", "packing", "sample_packing", "", ""),
+    ("--sequence_parallel_size", "cp_size sp_size", "context_parallel_size", "context_parallel_degree",
+     "default: all ranks"),
+    ("--expert_parallel_size", "", "", "expert_parallel_degree", "chosen by the plan"),
+    ("--per_device_train_batch_size", "", "micro_batch_size", "local_batch_size", "counts a group of ranks once"),
+    ("--num_train_epochs", "", "num_epochs", "", ""),
+    ("--max_steps", "", "", "steps", ""),
+    ("--learning_rate", "", "", "lr", ""),
+    ("--lr_scheduler_type", "", "lr_scheduler", "", ""),
+    ("--optim", "", "optimizer", "", ""),
+    ("--max_grad_norm", "", "", "max_norm", ""),
+    ("--kernel", "attn_implementation", "flash_attention", "", "chosen"),
+    ("--remat", "gradient_checkpointing_kwargs", "gradient_checkpointing_kwargs", "", "chosen by the plan"),
+    ("--offload", "", "activation_offloading", "", "chosen by the plan"),
+    ("--fsdp", "fsdp_config", "fsdp_config fsdp_version", "", "FSDP2 over all ranks is the default"),
+    ("--lora_rank", "lora_r use_peft", "lora_r", "", ""),
+    ("--load_in_4bit", "quantization_config", "qlora", "", "NF4; needs `--lora_rank`"),
+    ("--eval_fraction", "", "val_set_size", "", ""),
+    ("--data_cache", "", "dataset_prepared_path", "", ""),
+    ("--keep_best", "load_best_model_at_end", "load_best_model_at_end", "", ""),
+    ("--save_total_limit", "", "", "keep_latest_k", ""),
+    ("--logging_steps", "", "", "log_freq", ""),
+    ("--step_timeout", "ddp_timeout", "ddp_timeout", "", ""),
+    ("--report_to", "", "use_wandb", "", ""),
+    ("", "completion_only_loss assistant_only_loss", "train_on_inputs roles_to_train", "",
+     "[columns](data.md#columns) decide"),
+    ("", "use_liger_kernel", "cut_cross_entropy", "", "logits never exist whole"),
+    ("", "", "tensor_parallel_size", "tensor_parallel_degree pipeline_parallel_degree", "no such split"),
+)  # fmt: skip
+
 PAGE = """\
 <!-- Made by docs/make_flags.py. Change the help texts in lightseq/config/flags.py, or this text there. -->
 # Flags
@@ -85,6 +122,12 @@ run prints which: `symmetric+nccl` if it takes both.
 A kernel computes one tile. `run.json` names the kernel that `auto` chose, and why faster ones could not run.
 
 {kernels}
+
+## Names of other programs
+What replaces settings of other programs. Those that have the same name are left out, as most of `Trainer`'s are. An
+unknown flag's error says what to give instead, for many more names than these.
+
+{names}
 """
 
 
@@ -133,6 +176,13 @@ def kernels() -> Iterator[Sequence[str]]:
     yield "`auto`", "The fastest for the chip among those that can run.", "everywhere"
 
 
+def names() -> Iterator[Sequence[str]]:
+    """Yields a row for each setting of other programs."""
+    for flag, *others, note_ in NAMES:
+        ours = f"`{flag}`" if flag else "–"
+        yield ours, *(", ".join(f"`{name}`" for name in each.split()) for each in others), note_
+
+
 def page() -> str:
     """Returns the text of docs/flags.md."""
     return PAGE.format_map(
@@ -140,6 +190,7 @@ def page() -> str:
             "groups": "\n".join(groups()),
             "ranks": RANKS,
             "schedules": table(("`--schedule`", "who computes what", "source", "busy"), schedules()),
+            "names": table(("lightseq", "`Trainer`, TRL", "axolotl", "torchtitan", "to know"), names()),
             "kernels": table(("`--kernel`", "implementation", "runs on"), kernels()),
         }
     )

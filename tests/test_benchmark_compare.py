@@ -30,7 +30,7 @@ def timed(file: Path) -> list[dict[str, Any]]:
 
 
 def test_the_page_shows_the_baselines() -> None:
-    shown = (ROOT / "docs" / "results.md").read_text().split("compare.py --table -->\n")[1].split("\n<!-- end")[0]
+    shown = (ROOT / "dev" / "RESULTS.md").read_text().split("compare.py --table -->\n")[1].split("\n<!-- end")[0]
     assert shown == markdown(read_cells())
 
 

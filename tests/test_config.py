@@ -184,6 +184,7 @@ INSTEAD = {  # flags of other programs, and what to do instead
         ("--learning-rat 1e-4", "unknown flag --learning_rat; did you mean --learning_rate?"),
         ("--lenght 4096", "unknown flag --lenght; did you mean --model_max_length?"),
         ("--lr 1e-4", "did you mean --learning_rate?"),
+        ("--training.seq_len 4096", "unknown flag --training.seq_len; did you mean --model_max_length?"),
         ("--evaluation_strategi no", "did you mean --evaluation_strategy?"),
         ("--zzz", "unknown flag --zzz; llama3/train.py --help"),
         *((f"--{name} 1", f"unknown flag --{name}; {line}") for name, line in INSTEAD.items()),

@@ -32,6 +32,7 @@ from pages import (
 from lightseq.cli import COMMANDS, FOLDERS
 from lightseq.config.checks import CHOICES
 from lightseq.config.command_line import parse
+from lightseq.config.flag_names import FLAGS_OF_OTHER_PROGRAMS, REMEDIES
 from lightseq.distributed.rank_launcher import parse_launcher_flags
 from lightseq.tools.evaluate import options as evaluate
 from lightseq.tools.plan import command as plan
@@ -81,15 +82,22 @@ def test_the_page_of_flags_is_what_its_generator_prints() -> None:
     assert (ROOT / "docs" / "flags.md").read_text() == printed.stdout, "run docs/make_flags.py > docs/flags.md"
 
 
+def test_names_of_other_programs_are_those_that_errors_know() -> None:
+    known = {name: f"--{flag}" for name, flag in FLAGS_OF_OTHER_PROGRAMS.items()}
+    for flag, *others, _ in runpy.run_path(str(ROOT / "docs" / "make_flags.py"))["NAMES"]:
+        for name in " ".join(others).split():
+            assert flag.partition(" ")[0] in (known.get(name), f"--{name}") or name in REMEDIES, name
+
+
 def test_the_tables_of_columns_match_the_reader() -> None:
     page = ROOT / "docs" / "data.md"
     made = runpy.run_path(str(ROOT / "docs" / "make_columns.py"))["page"](page.read_text())
     assert made == page.read_text(), "run docs/make_columns.py"
 
 
-def test_files_and_names_on_the_page_of_the_architecture_exist() -> None:
+def test_files_and_names_on_the_pages_for_contributors_exist() -> None:
     """Reads "`name` (`path.py`)" and "`path.py`"; paths are below lightseq/, or the root, and tests have no folder."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = "".join((ROOT / name).read_text() for name in ("docs/architecture.md", "CONTRIBUTING.md"))
     paths = re.findall(r"`([\w/]+\.py)`", text)
     named = re.findall(r"`(\w+)`\s+\(`([\w/]+\.py)`", text)
     assert len(paths) > 50 and len(named) > 15

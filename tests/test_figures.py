@@ -17,7 +17,7 @@ from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.timing import RATES
 from lightseq.tools.plan.attention import predictions
 
-RESULTS = ROOT / "docs" / "results.md"
+RESULTS, ALL_RESULTS = ROOT / "docs" / "results.md", ROOT / "dev" / "RESULTS.md"
 RECORDS = ROOT / "benchmarks" / "results"
 MEDIAN = re.compile(r"([\d,]+)\** \[([\d,]+), ([\d,]+)\]")  # of tokens/s, with the lowest and the highest
 # Tables of attention by their first heading, and their records.
@@ -60,6 +60,10 @@ class Table:
             group.append(row)
         yield group
 
+    def runs(self) -> Iterator[list[list[str]]]:
+        """Yields the groups, or the whole table if its first column names implementations."""
+        yield from self.groups() if any(not row[0] for row in self.rows) else [self.rows]
+
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
@@ -67,9 +71,9 @@ def cells(line: str) -> list[str]:
 
 @cache
 def tables() -> tuple[Table, ...]:
-    """Returns the tables of the page of results."""
+    """Returns the tables of the page of results and of the measurements behind it."""
     found = []
-    for section in re.split(r"^#+ ", RESULTS.read_text(), flags=re.M):
+    for section in re.split(r"^#+ ", RESULTS.read_text() + ALL_RESULTS.read_text(), flags=re.M):
         for block in re.findall(r"(?:^\|.*\n)+", section, flags=re.M):
             header, _, *rows = block.splitlines()
             found.append(Table(section.splitlines()[0], cells(header), [cells(row) for row in rows]))
@@ -108,7 +112,7 @@ def test_every_median_with_its_range_is_of_a_record() -> None:
     stated = [
         (page.name, found) for page in PAGES if page.name != "LOG.md" for found in MEDIAN.findall(page.read_text())
     ]
-    assert len(stated) > 45 and {"results.md", "RESULTS.md"} <= {name for name, _ in stated}
+    assert len(stated) > 75 and {"RESULTS.md"} <= {name for name, _ in stated}
     assert not [each for each in stated if each[1] not in step_records()]
 
 
@@ -133,6 +137,31 @@ def test_memory_mfu_and_time_of_a_row_are_of_its_record() -> None:
                 continue
             checked += 1
     assert checked > 60
+
+
+def test_whole_steps_on_the_page_are_of_one_run_each() -> None:
+    """A row of the page has the fastest other implementation and lightseq of one group of measured rows."""
+    runs = [run for each in tables() if each.title != "Whole steps" for run in each.runs()]
+    shown = table("Whole steps").rows
+    assert len(shown) > 15
+    for what, _, other, other_memory, ours, memory, ratio in shown:
+        theirs, mine = (float(cell.split()[0].replace(",", "")) for cell in (other, ours))
+        assert ratio == f"{mine / theirs:.2f}", what
+        (run,) = (run for run in runs if {theirs, mine} <= {speed(row) for row in run})
+        rivals = [row for row in run if "lightseq" not in " ".join(row) and "SequenceParallel" not in " ".join(row)]
+        assert theirs == max(map(speed, rivals)), what
+        assert {other_memory, memory} <= {row[-1].strip("*").removesuffix(" GiB") for row in run}, what
+
+
+def test_what_was_trained_on_the_page_was_measured() -> None:
+    short, long = (each.rows for each in tables() if each.title == "How long")
+    measured, model, gpus = set(), "", ""
+    for first, second, tokens, flags, result in long:
+        model, gpus = first or model, second if first or second else gpus
+        measured.add((model.removesuffix(" of rank 16"), gpus, tokens, flags, result))
+    for model, gpus, tokens, flags, result in short:
+        speed_, memory = result.split(", ")
+        assert (model, gpus, tokens, flags, f"trained: {speed_} tokens/s, {memory} GiB") in measured
 
 
 def test_the_table_of_shared_prefixes_is_of_its_records() -> None:
@@ -266,10 +295,6 @@ def test_auto_takes_the_schedule_that_a_table_says(header: str, chip: str) -> No
 
 
 def test_records_that_pages_name_exist() -> None:
-    named = {
-        name
-        for page in (RESULTS, ROOT / "dev" / "RESULTS.md")
-        for name in re.findall(r"[\w.-]+\.jsonl", page.read_text())
-    }
+    named = {name for page in (RESULTS, ALL_RESULTS) for name in re.findall(r"[\w.-]+\.jsonl", page.read_text())}
     files = {path.name for path in RECORDS.iterdir()}
     assert len(named) > 30 and named - files == {"metrics.jsonl", "step.jsonl"}

@@ -29,8 +29,11 @@ NOT_TYPED = {
     r"^sky launch": "needs a cloud; test_launch_clouds.py runs the task on two launchers",
     r"launch/ray_train\.py": "needs Ray; test_launch_clouds.py types it",
     r"\bvllm serve\b": "needs a GPU; test_integrations_vllm.py serves on the CPU",
-    r"benchmarks/(largest|step)\.py": "needs a GPU; test_benchmark_largest.py and test_benchmark_step.py type it",
-    r"--docs docs/models\.md": "takes an hour, or a network",
+    r"benchmarks/(compare|largest|step)\.py": "needs a GPU; test_benchmark_compare.py, _largest and _step type it",
+    r"^lightseq train .*(--load_in_4bit|-FP8)": "needs weights of 64 columns; test_four_bits.py trains such",
+    r"^axolotl train": "needs axolotl; `make test-axolotl` runs the plugin",
+    r"examples/verl/|verl\.trainer": "needs verl; `make test-verl` runs the engine",
+    r"--csv docs/\w+\.csv": "takes an hour",
     r"tutorial/prepare\.py": "needs packages from the network",
     r"examples/\w+\.py$": "test_examples.py types it",
     r"^lightseq train --config (qwen3|mine)": "test_recipes.py trains every recipe",
@@ -39,7 +42,7 @@ NOT_TYPED = {
 TINY = {
     r"openai/gpt-oss-20b": "models/gpt_oss",
     r"Qwen/Qwen3-30B-A3B": "models/qwen3_moe",
-    r"Qwen/Qwen3-0\.6B": "models/qwen3",
+    r"Qwen/Qwen3-(0\.6|1\.7|4|8)B\b": "models/qwen3",
     r"Qwen/Qwen3\.5-4B": "models/qwen3_5_text",
     r"MODEL=meta-llama/\S+": 'STAGES="64:1 128:1" CONTEXT=32 MODEL=models/llama',
     r"meta-llama/[\w.-]+": "models/llama",
@@ -109,6 +112,8 @@ def prepare(folder: Path) -> None:
     turns = [{"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "Nay, answer me."}]
     for name in ("chats", "held-out"):
         (folder / f"{name}.jsonl").write_text(4 * (json.dumps({"messages": turns}) + "\n"))
+    pair = {"prompt": "Who is", "chosen": " there?", "rejected": " it?"}
+    (folder / "pairs.jsonl").write_text(4 * (json.dumps(pair) + "\n"))
     for name in ("books", "data/tutorial/train", "data/tutorial/held-out"):
         (folder / name).mkdir(parents=True)
         for number in range(6):

@@ -249,7 +249,7 @@ def _unknown_flag(word: str, program: str) -> str:
     if not word.startswith("--"):
         return f"unexpected argument {word!r} without a flag; {program} --help lists the flags"
     flag = word.split("=")[0]
-    typed = flag.removeprefix("--")
+    typed = flag.removeprefix("--").rpartition(".")[2]  # torchtitan has --training.seq_len
     if typed in REMEDIES:
         return f"unknown flag {flag}; {REMEDIES[typed]}"
     known = {name: name for name in ("config", *flag_types(), *OLDER_SPELLINGS)} | dict(FLAGS_OF_OTHER_PROGRAMS)

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Final
 
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}
-# Our flags by the names that other programs use (transformers, TRL, axolotl, LLaMA-Factory), for suggestions.
+# Our flags by names of other programs, for suggestions: transformers, TRL, axolotl, LLaMA-Factory, torchtitan.
 FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
     theirs: ours
     for ours, names in {
-        "model_name_or_path": "model model_name model_id base_model pretrained_model_name_or_path",
+        "model_name_or_path": (
+            "model model_name model_id base_model pretrained_model_name_or_path hf_assets_path initial_load_path"
+        ),
         "tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_config",
         "data_path": "data dataset datasets dataset_name dataset_path train_file",
         "text_column": "text_field dataset_text_field",
@@ -17,10 +19,12 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
             "max_packed_sequence_len"
         ),
         "packing": "pack sample_packing",
-        "output_dir": "output logging_dir",
+        "output_dir": "output logging_dir dump_folder",
         "resume_from_checkpoint": "checkpoint resume resume_from",
         "num_train_epochs": "epochs num_epochs",
-        "per_device_train_batch_size": "batch_size per_device_batch_size micro_batch_size train_batch_size",
+        "per_device_train_batch_size": (
+            "batch_size per_device_batch_size micro_batch_size train_batch_size local_batch_size"
+        ),
         "optim": "optimizer",
         "learning_rate": "lr",
         "lr_scheduler_type": "scheduler lr_scheduler",
@@ -30,7 +34,9 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
             "attn_implementation attention_implementation flash_attention flash_attn use_flash_attention_2 "
             "sdp_attention xformers_attention s2_attention flex_attention eager_attention"
         ),
-        "sequence_parallel_size": "cp_size sp_size context_parallel_size sequence_parallel_degree",
+        "sequence_parallel_size": (
+            "cp_size sp_size context_parallel_size sequence_parallel_degree context_parallel_degree"
+        ),
         "expert_parallel_size": "ep_size expert_model_parallel_size expert_parallel_degree ep",
         "ulysses_size": "ulysses",
         "lora_rank": "lora lora_r use_lora use_peft finetuning_type r",
@@ -54,7 +60,9 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
         "adam_beta2": "beta2",
         "adam_epsilon": "eps epsilon",
         "weight_decay": "wd",
-        "max_grad_norm": "clip_grad gradient_clipping grad_clip",
+        "max_grad_norm": "clip_grad gradient_clipping grad_clip max_norm",
+        "logging_steps": "log_freq",
+        "save_total_limit": "keep_latest_k",
         "warmup_steps": "warmup num_warmup_steps",
         "fp16": "float16",
         "deterministic": "full_determinism use_deterministic_algorithms",
@@ -184,7 +192,8 @@ REMEDIES: Final[Mapping[str, str]] = {
         "ranks are divided by --sequence_parallel_size and --expert_parallel_size, the rest hold other data": (
             "tp_size tensor_parallel_size tensor_model_parallel_size pp_size pipeline_parallel_size "
             "parallelism_config pipeline_model_parallel_size dp_size data_parallel_size dp_shard_size "
-            "dp_replicate_size accelerator_config"
+            "dp_replicate_size accelerator_config tensor_parallel_degree pipeline_parallel_degree "
+            "data_parallel_shard_degree data_parallel_replicate_degree"
         ),
         "FSDP2 gathers and reduces weights; leave it out": (
             "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"

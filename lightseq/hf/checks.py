@@ -77,7 +77,7 @@ class Checks:
         self._layers = attending_layers
         self._reaches = reaches_of_masks(model)
         self._positions = positions_in_table(model)
-        self._decoder_layers = decoder_layers(model)
+        self._decoder_layers = decoder_layers(model) or ()
         self._images = images
         self._unsplit_inputs = sorted(other_inputs(model) - {PIXELS, *BESIDE_PIXELS})
         self._length_dependent_rope = length_dependent_rope
