@@ -73,7 +73,7 @@ def parser(name: str) -> Parser:
     else:
         out = Parser(prog=f"{PROGRAM} {name}", description=COMMANDS[name])
     path = partial(out.add_argument, type=Path)
-    output = f"{SHARED_OUTPUT} for several"
+    output = f"{SHARED_OUTPUT}/NAMES for several"
     match name:
         case "curves":
             path("runs", metavar="OUTPUT_DIR", nargs="+", help="the --output_dir of a training run")
@@ -92,7 +92,7 @@ def parser(name: str) -> Parser:
         case "compare":
             path("first", metavar="A", help="the --output_dir of a training run")
             path("second", metavar="B", help="the run to compare with A")
-            output = str(SHARED_OUTPUT)
+            output = f"{SHARED_OUTPUT}/compare-A-B"
         case "report":
             path("directory", metavar="DIR", help="directory to search, subdirectories too")
             path("--output", metavar="FILE", help="the HTML file (default: DIR/report.html)")

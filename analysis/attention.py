@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightseq.config.lengths import format_tokens
 
 from .benchmark import Benchmark, LengthTable, group_by
-from .drawing import GREY, Point, draw_line, length_axis, new_figure, ranges, subtitle
+from .drawing import Point, bars_figure, draw_bars, draw_line, label_lines, length_axis, new_figure, subtitle
 from .records import Record
+from .style import BLACK, BLUE, GREEN, GREY, MARKERS, ORANGE, PALE, PINK, RED, SKY, WIDE
 
 CEILING = "single-gpu"  # the kernel on one GPU, an upper bound for every implementation
 OURS = "lightseq"
@@ -22,14 +22,13 @@ KEYS = (
 )
 # A color per family, a marker per line. lightseq has the widest lines; the ceiling is black and dashed.
 FAMILY_COLORS: Mapping[str, str] = {
-    "ulysses": "#E69F00",
-    "torch-cp": "#009E73",
-    "ring-flash-attn": "#CC79A7",
-    "ringmaster": "#8C8C8C",
+    "ulysses": ORANGE,
+    "torch-cp": GREEN,
+    "ring-flash-attn": PINK,
+    "ringmaster": GREY,
 }
-OUR_COLORS = ("#0072B2", "#D55E00", "#56B4E9")
-OTHER_COLOR = "#7A5195"
-MARKERS = "os^Dv<>PX"
+OUR_COLORS = (BLUE, RED, SKY)
+RATE = "TFLOP/s per GPU, counting the causal half"
 
 
 class AttentionTable(LengthTable):
@@ -76,21 +75,27 @@ class AttentionTable(LengthTable):
         lines = self.by_label(self.measured)
         if not lines:
             return None
-        is_one_length = len(self.lengths) == 1
-        out = new_figure(11, 1.8 + 0.42 * len(lines) if is_one_length else max(7.5, 2.5 + 0.26 * len(lines)))
-        axes = out.subplots()
-        if is_one_length:
-            draw_bars(axes, lines)
-            over = f" over {format_tokens(self.lengths[0])} tokens"
-            axes.set(xlabel="TFLOP/s per GPU, counting the causal half")
+        shades = {label: look["color"] for label, look in zip(lines, looks(lines.values()), strict=True)}
+        if len(self.lengths) == 1:
+            bars = {f"{format_tokens(self.lengths[0])} tokens": {key: point(mine[0]) for key, mine in lines.items()}}
+            out = bars_figure(bars)
+            axes = out.subplots()
+            axes.set(xlabel=RATE)
+            draw_bars(axes, bars, shades)
+            for label, (record, *_) in lines.items():
+                if record["implementation"] == CEILING:
+                    axes.axvline(record["tflops_per_gpu"], color=shades[label], linestyle="--", linewidth=1.2)
         else:
-            draw_lines(axes, lines)
-            over = ""
-            axes.set(ylabel="TFLOP/s per GPU, counting the causal half", ylim=(0, None))
+            out = new_figure(8, 5)
+            axes = out.subplots()
+            axes.set(ylabel=RATE)
+            for (label, records), look in zip(lines.items(), looks(lines.values()), strict=True):
+                draw_line(axes, list(map(point, records)), label, **look)
+            axes.set_ylim(0)
             length_axis(axes, self.lengths)
-            out.legend(loc="outside right upper", labelspacing=0.7)
-        axes.set_title(f"Attention layer{over}, forward and backward")
-        subtitle(out, self.title)
+            label_lines(axes)
+        axes.set_title("Attention layer, forward and backward")
+        subtitle(out, self.title, "Medians; whiskers from the slowest to the fastest repeat")
         return out
 
 
@@ -130,25 +135,6 @@ def label_of(record: Record, records: Sequence[Record]) -> str:
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
 
-def draw_lines(axes: Axes, lines: Mapping[str, Sequence[Record]]) -> None:
-    for (label, records), look in zip(lines.items(), looks(lines.values()), strict=True):
-        draw_line(axes, list(map(point, records)), label, markeredgecolor="white", markeredgewidth=0.6, **look)
-
-
-def draw_bars(axes: Axes, lines: Mapping[str, Sequence[Record]]) -> None:
-    """Plots one length as bars, the fastest at the top, with the ceiling as a line across all bars."""
-    for label, records in lines.items():
-        (look,) = looks([records])  # all bars of a family share a color
-        rate = records[0]["tflops_per_gpu"]
-        bars = {"xerr": ranges([point(records[0])]), "ecolor": GREY, "capsize": 3}
-        axes.barh(label, rate, 0.7, color=look["color"], **bars)
-        axes.annotate(number(rate), (0, label), (6, 0), textcoords="offset points", va="center", color="white")
-        if records[0]["implementation"] == CEILING:
-            axes.axvline(rate, color="black", linestyle="--", linewidth=1.2, zorder=4)
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-
-
 def point(record: Record) -> Point:
     """Returns the median rate, and the rates of the slowest and the fastest repeat."""
     rate, median = record["tflops_per_gpu"], record["seconds_median"]
@@ -163,11 +149,11 @@ def looks(lines: Iterable[Sequence[Record]]) -> list[dict[str, Any]]:
         name = str(records[0]["implementation"])
         family = next((family for family in FAMILY_COLORS if name.startswith(family)), name)
         i = counts[family] = counts.get(family, -1) + 1
-        look = {"color": FAMILY_COLORS.get(family, OTHER_COLOR), "linewidth": 1.3, "markersize": 6, "zorder": 2}
+        look = {"color": FAMILY_COLORS.get(family, PALE), "linewidth": 1.2, "zorder": 2}
         if family == CEILING:
-            look |= {"color": "black", "linestyle": "--", "markersize": 4, "linewidth": 1.8}
+            look |= {"color": BLACK, "linestyle": "--"}
         elif family == OURS:
-            look |= {"color": OUR_COLORS[i % len(OUR_COLORS)], "linewidth": 2.0, "markersize": 7, "zorder": 3}
+            look |= {"color": OUR_COLORS[i % len(OUR_COLORS)], "linewidth": WIDE, "zorder": 3}
             i //= len(OUR_COLORS)
         out.append({**look, "marker": MARKERS[i % len(MARKERS)]})
     return out

@@ -126,24 +126,26 @@ class Benchmark:
         if not groups:
             names = ", ".join(map(str, arguments.files))
             raise ValueError(f"no measurements in {names}; run the benchmark first")
-        output = output_dir(arguments.output, [path.parent for path in files])
-        pictures = self.save_each(groups, output)
+        alone = next(iter(files)) if len(files) == 1 else None
+        output = output_dir(
+            arguments.output, self.name, [alone.parent] if alone else [path.with_suffix("") for path in files]
+        )
+        pictures = self.save_each(groups, output, alone.stem if alone else self.name)
         print_notes(notes)
         for group in groups:
             print_lines([group.title, "", *markdown_table(group.table_rows()), "", *group.remarks(), ""])
         print_lines(pictures)
         return 0
 
-    def save_each(self, groups: Sequence[Measurements], output: Path) -> list[Path]:
-        """Writes a picture per group. File names have the settings that differ, without empty ones."""
+    def save_each(self, groups: Sequence[Measurements], output: Path, name: str) -> list[Path]:
+        """Writes a picture per group. File names have `name` and the settings that differ, without empty ones."""
         drawn = [(group.setting, figure) for group in groups if (figure := group.figure()) is not None]
         keys = drawn[0][0] if drawn else ()
         varying = [key for key in keys if len({setting[key] for setting, _ in drawn}) > 1]
         paths = []
         for setting, figure in drawn:
             settings = [f"{key}-{setting[key]}" for key in varying if setting[key]]
-            name = "-".join([self.name, *settings])
-            paths.append(save(figure, output, name.replace("/", "-").replace(" ", "-")))
+            paths.append(save(figure, output, "-".join([name, *settings]).replace("/", "-").replace(" ", "-")))
         return paths
 
 

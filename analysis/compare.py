@@ -5,6 +5,7 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,20 +14,20 @@ from rich.table import Table
 
 from .curves import THROUGHPUT, limit_to_usual, losses
 from .drawing import (
-    COLORS,
-    GREY,
     SMALL_TITLE,
     draw_curve,
+    legend_below,
     new_figure,
     plain_ticks,
     save,
     span_of,
     step_axis,
-    widths,
+    subtitle,
 )
 from .output import GIB, format_number, number_table, output_dir, print_lines, print_tables
 from .records import Record, print_notes
-from .runs import Run, describe, highest, labels, past_warmup, read_run, section, setting_text
+from .runs import Run, describe, highest, labels, past_warmup, read_run, section, setting_text, versions
+from .style import BLUE, GREEN, GREY, RED
 
 Pair = tuple[Run, Run]
 LEGEND_LETTERS = 100  # per line of the legend
@@ -53,6 +54,10 @@ class LossDifference:
     values: np.ndarray
 
     @property
+    def is_zero(self) -> bool:
+        return not self.values[np.isfinite(self.values)].any()
+
+    @property
     def worst(self) -> tuple[int, float]:
         """Step and value of the largest difference."""
         place = int(np.nanargmax(np.abs(self.values)))
@@ -60,7 +65,7 @@ class LossDifference:
 
     def __str__(self) -> str:
         known = self.values[np.isfinite(self.values)]
-        if not known.any():
+        if self.is_zero:
             return f"The losses are equal to the last bit at all {len(known)} steps."
         step, value = self.worst
         largest = f"Largest loss difference: {value:+.3g} (B − A) at step {step}"
@@ -72,10 +77,10 @@ def main(arguments: argparse.Namespace) -> int:
     first, second = (read_run(path, label) for path, label in zip(directories, labels(directories), strict=True))
     runs = (first, second)
     difference = loss_difference(runs)
-    picture = save(figure(runs, difference), output_dir(arguments.output, directories), "compare")
+    picture = save(figure(runs, difference), output_dir(arguments.output, "compare", directories), "compare")
     print_notes([*first.notes, *second.notes])
     for letter, run in zip("AB", runs, strict=True):
-        print(f"{letter}  {run.label}: {describe(run) or 'no run.json'}")
+        print(f"{letter}  {run.label}: {describe([run.info]) or 'no run.json'}")
     changed = differing(flags_of(first.info), flags_of(second.info))
     print_lines(f"differs  {values}" for values in changed.values())
     print(difference)
@@ -181,29 +186,39 @@ def unmatched_steps(runs: Pair) -> list[str]:
 
 
 def figure(runs: Pair, difference: LossDifference) -> Figure:
-    """Plots losses, their difference and tokens per second by step."""
-    out = new_figure(9, 9)
-    loss, apart, speed = out.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
+    """Plots losses, their difference if there is one, and tokens per second by step. B is dashed, to show A beneath."""
+    heights = (3, 2) if difference.is_zero else (3, 2, 2)
+    out = new_figure(9, 1.3 * sum(heights))
+    loss, *apart, speed = out.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     loss.set(title="Training loss", ylabel="nats per token", ylim=span_of(losses(runs)))
     speed.set(title=THROUGHPUT.title, ylabel=THROUGHPUT.unit)
-    for letter, run, color, width in zip("AB", runs, COLORS, widths(2), strict=False):
-        steps, alpha = run.column("step"), 0.55 if letter == "A" else 1.0
+    for letter, run, color, dash in zip("AB", runs, (BLUE, RED), ("-", "--"), strict=True):
         label = textwrap.fill(f"{letter}  {run.label}", LEGEND_LETTERS, break_on_hyphens=False, drop_whitespace=False)
-        draw_curve(loss, steps, run.column("loss"), color=color, linewidth=width, alpha=alpha, label=label)
-        draw_curve(speed, steps, run.column("tokens_per_second"), color=color)
+        look: dict[str, Any] = {
+            "color": color,
+            "linestyle": dash,
+            "marker": "o" if len(run.steps) == 1 else "",
+            "label": label,
+        }
+        draw_curve(loss, run.column("step"), run.column("loss"), **look)
+        draw_curve(speed, run.column("step"), run.column("tokens_per_second"), **look)
     plain_ticks(loss.yaxis)
-    draw_difference(apart, difference)
+    for axes in apart:
+        draw_difference(axes, difference)
+    if difference.is_zero:
+        loss.set_title(str(difference).removesuffix("."), **SMALL_TITLE)
     step_axis(speed)
     if any(run.has("tokens_per_second") for run in runs):
         limit_to_usual(speed, [run.column("tokens_per_second") for run in runs])
-    side_by_side = sum(len(run.label) for run in runs) <= LEGEND_LETTERS - 16
-    out.legend(handles=loss.lines, loc="outside upper left", ncols=2 if side_by_side else 1)
+    legend_below(out)
+    infos = [run.info for run in runs]
+    subtitle(out, describe(infos), versions(infos))
     return out
 
 
 def draw_difference(axes: Axes, difference: LossDifference) -> None:
     axes.axhline(0, color=GREY, linewidth=0.8)
-    draw_curve(axes, difference.steps, difference.values, color=COLORS[2])
+    draw_curve(axes, difference.steps, difference.values, color=GREEN, marker="")
     step, value = difference.worst
     axes.plot(step, value, "o", markersize=9, markerfacecolor="none", markeredgecolor=GREY, markeredgewidth=1.4)
     axes.set_title("Loss difference")

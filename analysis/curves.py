@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,10 +13,7 @@ from rich.table import Table
 
 from .drawing import (
     FEW,
-    GREY,
     SMALL_TITLE,
-    THINNEST,
-    colors,
     draw_curve,
     legend_below,
     new_figure,
@@ -24,11 +22,11 @@ from .drawing import (
     span_of,
     step_axis,
     subtitle,
-    widths,
 )
 from .output import GIB, format_number, number_table, output_dir, print_lines, print_tables
 from .records import print_notes
-from .runs import Run, column, describe, median, past_warmup, peak_memory, read_runs, smooth
+from .runs import Run, column, describe, median, past_warmup, peak_memory, read_runs, smooth, versions
+from .style import GREY, THIN, WIDE, looks
 
 RUNS_PER_TABLE = 3  # fits a narrow terminal
 
@@ -74,17 +72,17 @@ MFU = Panel(
 )
 TFLOPS = Panel("Model FLOP/s", "model TFLOP/s per GPU (or CPU process)", (Curve("model_tflops_per_gpu"),))
 GRADIENT_NORM = Panel("Gradient norm", "before clipping", (Curve("grad_norm"),))
-LEARNING_RATE = Panel("Learning rate", "", (Curve("learning_rate"),))
+LEARNING_RATE = Panel("Learning rate", "per step of the optimizer", (Curve("learning_rate"),))
 PANELS = (THROUGHPUT, MFU, TFLOPS, GPU_MEMORY, HOST_MEMORY, STEP_TIME, GRADIENT_NORM, LEARNING_RATE)
 
 
 def main(arguments: argparse.Namespace) -> int:
     notes: list[str] = []
     runs = read_runs(arguments.runs, notes)
-    output = output_dir(arguments.output, [run.directory for run in runs])
+    output = output_dir(arguments.output, "curves", [run.directory for run in runs])
     pictures = [save(figure, output, name) for name, figure in figures(runs).items()]
     print_notes([*notes, *(note for run in runs for note in run.notes)])
-    print_lines(f"{run.label}: {text}" for run in runs if (text := describe(run)))
+    print_lines(f"{run.label}: {text}" for run in runs if (text := describe([run.info])))
     print_tables(*(table(runs[first : first + RUNS_PER_TABLE]) for first in range(0, len(runs), RUNS_PER_TABLE)))
     print_lines(pictures)
     return 0
@@ -144,25 +142,25 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
     label_axes(
         axes, "Training and held-out loss" if evaluates else "Training loss", "cross-entropy, nats per token", runs
     )
-    for run, color, width in styles(runs):
+    diamonds = {"marker": "D", "linestyle": "--", "markersize": 7}
+    for run, look in styles(runs):
         steps, loss, is_long = run.column("step"), run.column("loss"), len(run.steps) > FEW
-        draw_curve(axes, steps, loss, color=color, linewidth=1.0 if is_long else width, alpha=0.4 if is_long else 1)
         if is_long:
-            draw_curve(axes, steps, smooth(loss), color=color, linewidth=width)
+            axes.plot(steps, loss, color=look["color"], linewidth=THIN, alpha=0.4)
+        draw_curve(axes, steps, smooth(loss) if is_long else loss, **look)
         if run.evaluations:
             points = column(run.evaluations, "step"), column(run.evaluations, "eval_loss")
-            axes.plot(*points, "D--", color=color, linewidth=THINNEST, markersize=7, markeredgecolor="white", zorder=3)
+            axes.plot(*points, color=look["color"], zorder=3, **diamonds)
     axes.set_ylim(*span_of(losses(runs)))
     plain_ticks(axes.yaxis)
     forms = []
     if any(len(run.steps) > FEW for run in runs):
         forms += [
-            Line2D([], [], color=GREY, linewidth=1.0, alpha=0.6, label="as logged"),
-            Line2D([], [], color=GREY, linewidth=THINNEST, label="smoothed (running mean)"),
+            Line2D([], [], color=GREY, linewidth=THIN, alpha=0.6, label="as logged"),
+            Line2D([], [], color=GREY, linewidth=WIDE, label="smoothed (running mean)"),
         ]
     if evaluates:
-        look = {"marker": "D", "linestyle": "--", "linewidth": THINNEST, "markersize": 7, "markeredgecolor": "white"}
-        forms.append(Line2D([], [], color=GREY, label="held out (evaluation)", **look))
+        forms.append(Line2D([], [], color=GREY, label="held out (evaluation)", **diamonds))
     add_legends(figure, runs, forms)
     return figure
 
@@ -186,15 +184,16 @@ def draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     if not panel.is_known(runs):
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY)
         return
-    for run, color, width in styles(runs):
+    for run, look in styles(runs):
         for curve in panel.curves:
-            draw_curve(axes, run.column("step"), curve.of(run), curve.dash, color=color, linewidth=width)
+            draw_curve(axes, run.column("step"), curve.of(run), **{**look, "linestyle": curve.dash})
     limit_to_usual(axes, [curve.of(run) for run in runs for curve in panel.curves])
 
 
-def styles(runs: Sequence[Run]) -> list[tuple[Run, str, float]]:
-    """Returns each run's color and line width, the same in every panel. Earlier runs are wider, to stay visible."""
-    return list(zip(runs, colors(len(runs)), widths(len(runs)), strict=True))
+def styles(runs: Sequence[Run]) -> list[tuple[Run, dict[str, Any]]]:
+    """Returns each run's look, the same in every panel."""
+    places = [{"place": place, "count": len(runs)} for place in range(len(runs))]
+    return [(run, look | at) for run, look, at in zip(runs, looks([[run.label] for run in runs]), places, strict=True)]
 
 
 def label_axes(axes: Axes, title: str, unit: str, runs: Sequence[Run]) -> None:
@@ -211,7 +210,7 @@ def limit_to_usual(axes: Axes, columns: Sequence[np.ndarray]) -> None:
     if above := sum(int((values > top).sum()) for values in columns):
         largest = max(np.nanmax(values) for values in columns if np.isfinite(values).any())
         text = f"not shown: {above} higher {'point' if above == 1 else 'points'}, up to {largest:,.3g}"
-        axes.set_title(text, color=GREY, **SMALL_TITLE)
+        axes.set_title(text, **SMALL_TITLE)
 
 
 def usual_top(columns: Sequence[np.ndarray]) -> float:
@@ -225,10 +224,12 @@ def usual_top(columns: Sequence[np.ndarray]) -> float:
 
 def add_legends(figure: Figure, runs: Sequence[Run], forms: Sequence[Line2D]) -> None:
     """Adds legends of colors and line styles below the axes, and the runs' common setting above."""
-    lines = [Line2D([], [], color=color, linewidth=width, label=run.label) for run, color, width in styles(runs)]
+    lines = [
+        Line2D([], [], color=look["color"], marker=look["marker"], linestyle=look["linestyle"], label=run.label)
+        for run, look in styles(runs)
+    ]
     legend_below(figure, lines, share=0.6 if forms else 1.0)
     if forms:
         figure.legend(handles=forms, loc="outside lower right")
-    settings = {describe(run) for run in runs}
-    if len(settings) == 1:
-        subtitle(figure, settings.pop())
+    infos = [run.info for run in runs]
+    subtitle(figure, describe(infos), versions(infos))

@@ -1,4 +1,4 @@
-"""Style of all figures, and the axes, curves, bars and legends that several of them share."""
+"""Axes, curves, bars and legends that several figures share."""
 
 import math
 import textwrap
@@ -6,46 +6,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from lightseq.config.lengths import format_tokens
 
-# Okabe and Ito's palette for color-blind readers, without yellow, which is too pale on white.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-GREY = "#555555"
+from .style import GREY, PALE, WIDE
+
 SMALLEST_SPAN = 1e-3  # of the value; a loss that barely changes fills no axis with its last digits
 FEW = 20  # lines with at most this many points have markers
-THINNEST = 1.6  # points; width of a line above all others
+MARKED = 8  # points with a marker on longer lines
 LOG_SCALE = " (log scale)"
 LOG_FROM, BARS_LOG_FROM = 8.0, 20.0  # highest over lowest value from which an axis is logarithmic
-SMALL_TITLE: Mapping[str, Any] = {"loc": "right", "fontsize": 9.5, "fontweight": "normal"}
+SMALL_TITLE: Mapping[str, Any] = {"loc": "right", "fontsize": 9.5, "fontweight": "normal", "color": GREY}
 LETTERS_PER_INCH = 11.5  # in a legend or a subtitle
-matplotlib.rcParams.update(
-    {
-        "font.size": 11,
-        "axes.titlesize": 13,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.formatter.useoffset": False,
-        "grid.color": "#DDDDDD",
-        "grid.linewidth": 0.8,
-        "lines.scale_dashes": False,
-        "lines.dashed_pattern": (8, 4),
-        "legend.frameon": False,
-        "legend.fontsize": 10.5,
-        "figure.dpi": 110,
-    }
-)
+NEAR_EDGE = 0.85  # of the width; lines that end before it have no leader to their name
+LINE_INCHES = 0.2  # height of a line of text
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -70,20 +51,14 @@ def name_log_scales(axes: Axes) -> None:
             axis.set_label_text(label + LOG_SCALE)
 
 
-def colors(count: int) -> list[str]:
-    """Returns `count` colors. More than seven come from a sequential colormap."""
-    if count <= len(COLORS):
-        return list(COLORS[:count])
-    return [matplotlib.colors.to_hex(shade) for shade in matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, count))]
-
-
 # ---- text around the axes -------------------------------------------------------------------------------------------
 
 
-def subtitle(figure: Figure, text: str) -> None:
-    """Writes a grey line above the axes, wrapped to the figure's width."""
-    lines = textwrap.fill(text, int(LETTERS_PER_INCH * figure.get_figwidth()), break_on_hyphens=False)
-    figure.suptitle(lines, x=0.01, ha="left", fontsize=10.5, color=GREY)
+def subtitle(figure: Figure, *texts: str) -> None:
+    """Writes grey lines above the axes, wrapped to the figure's width."""
+    letters = int(LETTERS_PER_INCH * figure.get_figwidth())
+    lines = [textwrap.fill(text, letters, break_on_hyphens=False) for text in texts if text]
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10.5, color=GREY)
 
 
 def legend_below(figure: Figure, handles: Sequence[Artist] | None = None, share: float = 1.0) -> None:
@@ -94,8 +69,51 @@ def legend_below(figure: Figure, handles: Sequence[Artist] | None = None, share:
     handles = handles or figure.axes[0].get_legend_handles_labels()[0]
     letters = share * LETTERS_PER_INCH * figure.get_figwidth()
     columns = max(1, int(letters / (8 + max(len(str(handle.get_label())) for handle in handles))))
-    figure.set_figheight(figure.get_figheight() + 0.22 * math.ceil(len(handles) / columns))
+    figure.set_figheight(figure.get_figheight() + 1.1 * LINE_INCHES * math.ceil(len(handles) / columns))
     figure.legend(handles=handles, loc="outside lower left", ncols=min(columns, len(handles)))
+
+
+def label_lines(axes: Axes) -> None:
+    """Names each line at the right of the axes, near its last point, and makes the figure large enough for the names.
+
+    The limits of the axes have to be final.
+    """
+    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    figure = axes.figure
+    figure.set_figwidth(figure.get_figwidth() + max(len(str(line.get_label())) for line in lines) / LETTERS_PER_INCH)
+    figure.set_figheight(max(figure.get_figheight(), 2.0 + LINE_INCHES * len(lines)))
+    ends = {line: line.get_xydata()[np.isfinite(line.get_xydata()).all(axis=1)][-1] for line in lines}
+    to_axes = axes.transScale + axes.transLimits
+    heights = {line: float(np.clip(to_axes.transform(end)[1], 0, 1)) for line, end in ends.items()}
+    in_order = sorted(lines, key=heights.__getitem__)
+    places = spread([heights[line] for line in in_order], LINE_INCHES / (figure.get_figheight() - 1.5))
+    for line, place in zip(in_order, places, strict=True):
+        look = {key: getattr(line, f"get_{key}")() for key in ("color", "marker", "linestyle", "linewidth")}
+        figure.add_artist(Line2D([1.03, 1.055, 1.08], [place] * 3, markevery=[1], transform=axes.transAxes, **look))
+        if to_axes.transform(ends[line])[0] > NEAR_EDGE:
+            leader = {
+                "arrowstyle": "-",
+                "color": line.get_color(),
+                "linewidth": 0.8,
+                "alpha": 0.5,
+                "shrinkA": 0,
+                "shrinkB": 3,
+            }
+            ends_at = {"xycoords": "data", "textcoords": "axes fraction", "annotation_clip": False}
+            axes.annotate("", ends[line], (1.03, place), **ends_at, arrowprops=leader)
+        axes.text(1.09, place, str(line.get_label()), transform=axes.transAxes, va="center", fontsize=10)
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """Moves sorted places apart to at least `gap`, and below 1 as far as there is room."""
+    out: list[float] = []
+    for place in places:
+        out.append(max(place, out[-1] + gap) if out else place)
+    highest = 1.0
+    for i in reversed(range(len(out))):
+        out[i] = min(out[i], highest)
+        highest = out[i] - gap
+    return out
 
 
 # ---- axes -----------------------------------------------------------------------------------------------------------
@@ -114,16 +132,19 @@ def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
 
 
 def value_axis(axes: Axes, values: np.ndarray, may_be_logarithmic: bool) -> None:
-    """Starts the vertical axis at zero, or makes it logarithmic if the finite values are far apart."""
+    """Starts the axis of values at zero, or makes it logarithmic if the finite ones are far apart. Bars are horizontal."""
+    is_bars = bool(axes.patches)
+    name, axis = ("x", axes.xaxis) if is_bars else ("y", axes.yaxis)
     lowest, highest = (values.min(), values.max()) if values.size else (0.0, 0.0)
-    factor = BARS_LOG_FROM if axes.patches else LOG_FROM
+    factor = BARS_LOG_FROM if is_bars else LOG_FROM
     if may_be_logarithmic and lowest > 0 and highest >= factor * lowest:
-        axes.set_yscale("log")
-        if axes.patches:  # bars start at zero, which a logarithmic axis cannot show
-            axes.set_ylim(lowest / 3, 2 * highest)
+        axes.set(**{f"{name}scale": "log"})
+        if is_bars:  # bars start at zero, which a logarithmic axis cannot show
+            axes.set_xlim(lowest / 3, 3 * highest)
     else:
-        axes.set_ylim(0, max(axes.get_ylim()[1], 1.05 * highest))  # close points are not at the edge
-    plain_ticks(axes.yaxis)
+        top = 1.15 * highest if is_bars else max(axes.get_ylim()[1], 1.05 * highest)  # room for the labels of bars
+        axes.set(**{f"{name}lim": (0, top or 1.0)})
+    plain_ticks(axis)
 
 
 def plain_ticks(axis: Axis) -> None:
@@ -154,15 +175,12 @@ def span_of(columns: Iterable[np.ndarray]) -> tuple[float, float]:
 # ---- curves, lines and bars -----------------------------------------------------------------------------------------
 
 
-def widths(count: int) -> list[float]:
-    """Returns widths of lines, the first the widest, so that it stays visible where lines coincide."""
-    return [float(width) for width in np.linspace(THINNEST + min(4.0, 1.2 * (count - 1)), THINNEST, count)]
-
-
-def draw_curve(axes: Axes, x: np.ndarray, y: np.ndarray, style: str = "-", **look: Any) -> None:
-    """Plots a line, with dots if it is short, because a line with one point is invisible."""
-    marker = "o" if np.isfinite(y).sum() <= FEW else ""
-    axes.plot(x, y, style, **{"marker": marker, "markersize": 4, "linewidth": THINNEST, **look})
+def draw_curve(axes: Axes, x: np.ndarray, y: np.ndarray, place: int = 0, count: int = 1, **look: Any) -> None:
+    """Plots a line with markers. They are on other points than those of the other `count` lines, which may coincide."""
+    known = np.flatnonzero(np.isfinite(y))
+    every = max(count if count > 1 else 1, len(known) // MARKED if len(known) > FEW else 1)
+    marked = known[(every * place // count) % max(1, len(known)) :: every]
+    axes.plot(x, y, **{"marker": "o", "linewidth": WIDE, "markevery": [int(i) for i in marked], **look})
 
 
 class Point(NamedTuple):
@@ -181,29 +199,48 @@ def ranges(points: Sequence[Point]) -> list[list[float]]:
 
 
 def draw_line(axes: Axes, points: Sequence[Point], label: str, **look: Any) -> None:
-    """Plots a line with a bar from the lowest to the highest value of each point."""
+    """Plots a line with a pale bar from the lowest to the highest value of each point."""
     x, y = [point.x for point in points], [point.value for point in points]
-    line, *_ = axes.errorbar(x, y, ranges(points), capsize=3, elinewidth=1.0, **look)
+    line, caps, bars = axes.errorbar(x, y, ranges(points), capsize=2.5, elinewidth=1.0, **look)
     line.set_label(label)  # not of the error bars, which the legend would repeat
+    for artist in (*caps, *bars):
+        artist.set_alpha(0.45)
 
 
-def draw_bars(
-    axes: Axes, ticks: Mapping[Any, str], groups: Mapping[str, Sequence[Point]], shades: Sequence[Any]
-) -> None:
-    """Draws a group of labeled bars at each tick: one bar per name and color. `ticks` has the text at each x."""
-    width = 0.86 / len(groups)
-    for i, ((name, points), color) in enumerate(zip(groups.items(), shades, strict=True)):
-        at = [list(ticks).index(point.x) + (i - (len(groups) - 1) / 2) * width for point in points]
-        error = {"yerr": ranges(points), "capsize": 3} if np.nansum(ranges(points)) > 0 else {}
-        bars = axes.bar(at, [point.value for point in points], 0.94 * width, color=color, label=name, **error)
-        axes.bar_label(bars, [three_digits(point.value) for point in points], padding=3, fontsize=9, color=GREY)
-        for x, point in zip(at, points, strict=True):
-            if point.note:
-                look = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 8.5, "color": GREY}
-                axes.text(x, 0.02, point.note, transform=axes.get_xaxis_transform(), **look)
-    axes.margins(y=0.1)  # room for the label of the highest bar
-    axes.set_xticks(range(len(ticks)), list(ticks.values()))
-    axes.grid(visible=False, axis="x")
+def draw_bars(axes: Axes, groups: Mapping[str, Mapping[str, Point]], shades: Mapping[str, str]) -> None:
+    """Draws horizontal bars from the top down, each with its name at the left, below the heading of its group.
+
+    `shades` has the color of each name. A group without a heading is the only one.
+    """
+    ticks: dict[float, str] = {}
+    row = 0.0
+    for heading, points in groups.items():
+        if heading:
+            ticks[row] = heading
+            row += 1
+        for name, point in points.items():
+            ticks[row] = name
+            whiskers = {"xerr": ranges([point]), "capsize": 3, "ecolor": GREY} if point.high > point.low else {}
+            bar = axes.barh(row, point.value, 0.8, color=shades.get(name, PALE), **whiskers)
+            axes.bar_label(bar, [three_digits(point.value)], padding=4, fontsize=9.5, color=GREY)
+            axes.annotate(
+                point.note, (0, row), (4, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+                va="center", fontsize=9.5, color=GREY,
+            )  # fmt: skip
+            row += 1
+        row += 0.4
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    for label in axes.get_yticklabels():
+        label.set_fontweight("bold" if label.get_text() in groups else "normal")
+    axes.set_ylim(row - 0.8, -0.7)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+
+
+def bars_figure(groups: Mapping[str, Mapping[str, Point]], panels: int = 1) -> Figure:
+    """Returns a figure whose height fits the bars of the groups."""
+    rows = sum(len(points) + 1.4 * bool(heading) for heading, points in groups.items())
+    return new_figure(8.5 if panels == 1 else 11, 1.7 + 0.3 * rows)
 
 
 def three_digits(value: float) -> str:

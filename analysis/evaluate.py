@@ -15,10 +15,11 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from lightseq.config.lengths import format_tokens
 
-from .drawing import GREY, SMALL_TITLE, colors, new_figure, plain_ticks, save
+from .drawing import SMALL_TITLE, label_lines, new_figure, plain_ticks, save, subtitle
 from .output import markdown_table, output_dir, print_lines
 from .records import Record, print_notes, read_each, read_lines
-from .runs import labels
+from .runs import labels, shared
+from .style import GREY, looks
 
 KEYS = {"loss": ("first", "last", "loss", "perplexity", "valid_tokens"), "needle": ("length", "depth", "accuracy")}
 SCORES = {
@@ -59,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
     notes: list[str] = []
     named = zip(arguments.paths, labels(arguments.paths), strict=True)
     found = read_each(named, lambda pair: read(*pair, notes), notes)
-    output = output_dir(arguments.output, [path for path, _ in found])
+    output = output_dir(arguments.output, "evaluate", [path for path, _ in found])
     losses = [one for one in found.values() if one.kind == "loss"]
     needles = [one for one in found.values() if one.kind == "needle"]
     pictures = [save(perplexity_figure(losses), output, "perplexity")] if losses else []
@@ -123,11 +124,11 @@ def perplexity_figure(found: Sequence[Evaluation]) -> Figure:
     """Draws perplexity over the context at each bin's end. A line that keeps falling shows use of distant context."""
     out = new_figure(8.5, 5)
     axes = out.subplots()
-    for one, color in zip(found, colors(len(found)), strict=True):
+    for one, look in zip(found, looks([[one.label] for one in found]), strict=True):
         known = [row for row in one.rows if row["perplexity"] is not None]
         points = [row["last"] + 1 for row in known], [row["perplexity"] for row in known]
         label = f"{one.label}: {number(one.summary['perplexity'])} over all"
-        axes.plot(*points, "o-", color=color, markersize=5, markeredgecolor="white", label=label)
+        axes.plot(*points, label=label, **look)
     axes.set(title="Perplexity by position", xlabel="tokens of context, up to", ylabel="perplexity of the next token")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -135,7 +136,8 @@ def perplexity_figure(found: Sequence[Evaluation]) -> Figure:
     cut_off_first_positions(axes, found)
     plain_ticks(axes.yaxis)
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.legend(loc="best")
+    label_lines(axes)
+    subtitle(out, model_of(found))
     return out
 
 
@@ -147,7 +149,7 @@ def cut_off_first_positions(axes: Axes, found: Sequence[Evaluation]) -> None:
     highest = max([0.0, *(row["perplexity"] for row in rows)])
     if highest > top > 0:
         axes.set_ylim(0.95 * min(row["perplexity"] for row in rows), top)
-        axes.set_title(f"not shown: up to {number(highest)} with little context", color=GREY, **SMALL_TITLE)
+        axes.set_title(f"not shown: up to {number(highest)} with little context", **SMALL_TITLE)
 
 
 def needle_figure(found: Sequence[Evaluation]) -> Figure:
@@ -157,7 +159,12 @@ def needle_figure(found: Sequence[Evaluation]) -> Figure:
     out = new_figure(max(6.5, 2.2 + 0.9 * widest), (1.9 + 0.5 * tallest) * len(found))
     for axes, one in zip(out.subplots(len(found), squeeze=False)[:, 0], found, strict=True):
         draw_map(axes, one)
+    subtitle(out, model_of(found))
     return out
+
+
+def model_of(found: Sequence[Evaluation]) -> str:
+    return shared(one.summary.get("model") for one in found)
 
 
 def draw_map(axes: Axes, found: Evaluation) -> None:

@@ -8,10 +8,11 @@ from matplotlib.figure import Figure
 from lightseq.config.lengths import format_tokens
 
 from .benchmark import Benchmark, Measurements, group_by
-from .drawing import COLORS, GREY, new_figure, subtitle
+from .drawing import new_figure, subtitle
 from .output import GIB
 from .records import Record
-from .runs import hardware_and_versions
+from .runs import hardware, versions
+from .style import BLUE, GREY
 
 SEARCHED = {"weights": "weights only", "training": "training steps"}
 STRATEGIES = {"all": "all dimensions grow", "n_layers": "only layers grow"}
@@ -64,8 +65,8 @@ class Limits(Measurements):
         for place, r in enumerate(found):
             size = r["parameters"] / BILLION
             limit = (r["too_many_parameters"] or r["parameters"]) / BILLION
-            axes.barh(place, limit, 0.6, color=COLORS[0], alpha=0.25)
-            axes.barh(place, size, 0.6, color=COLORS[0])
+            axes.barh(place, limit, 0.6, color=BLUE, alpha=0.25)
+            axes.barh(place, size, 0.6, color=BLUE)
             peak = f"\n{r['peak_bytes'] / GIB:.0f} GiB per GPU" if r["peak_bytes"] else ""
             beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 9.5, "color": GREY}
             axes.annotate(f"{size:,.3g} billion{peak}", (limit, place), **beside)
@@ -77,7 +78,8 @@ class Limits(Measurements):
         axes.set(
             title="The largest model that fits", xlabel="parameters, billions; pale: up to the size that did not fit"
         )
-        subtitle(out, hardware_and_versions([{**r, "world_size": r["gpus"]} for r in found]))
+        infos = [{**r, "world_size": r["gpus"]} for r in found]
+        subtitle(out, hardware(infos), versions(infos))
         return out
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 from rich import box
@@ -11,20 +12,22 @@ from rich.table import Table
 from rich.text import Text
 
 GIB = 2.0**30
-SHARED_OUTPUT = Path("outputs/compare")  # for plots of several results
+SHARED_OUTPUT = Path("outputs/figures")  # for plots of several results
+LONGEST_NAME = 80  # letters
 
 
-def output_dir(asked: Path | None, results: Sequence[Path]) -> Path:
-    """Returns the directory for plots: a single result's own, or a shared one for several."""
+def output_dir(asked: Path | None, command: str, results: Sequence[Path]) -> Path:
+    """Returns the directory for plots: a single result's own, or for several one with the names of all."""
     if asked is not None:
         return asked
     if len(results) == 1:
         return results[0]
-    print(
-        f"analysis: note: drawing {len(results)} results into {SHARED_OUTPUT}; --output DIR names another",
-        file=sys.stderr,
-    )
-    return SHARED_OUTPUT
+    names = "-".join([command, *(path.name for path in results)])
+    if len(names) > LONGEST_NAME:
+        names = f"{names[:LONGEST_NAME]}-{len(results)}-{crc32(repr(results).encode()):08x}"
+    output = SHARED_OUTPUT / names
+    print(f"analysis: note: drawing {len(results)} results into {output}; --output DIR names another", file=sys.stderr)
+    return output
 
 
 def print_lines(lines: Iterable[object]) -> None:

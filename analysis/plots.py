@@ -13,25 +13,22 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from .drawing import legend_below, new_figure, save, subtitle
+from .drawing import label_lines, new_figure, save, subtitle
 from .output import output_dir, print_lines
 from .plots_figure import (
     HOST_MEMORY,
     Metric,
-    draw_over_setting,
     draw_steps,
-    is_number,
     metric_of,
     number_first,
-    set_vertical_scale,
-    tick,
+    set_value_scale,
+    setting_figure,
 )
 from .plots_file import STEP, Plot, read_plots, short_name
 from .records import print_notes, read_each
-from .runs import Run, hardware_and_versions, past_warmup, read_run, section, setting_text
+from .runs import Run, describe, past_warmup, phrase, read_run, section, settings, versions
 
 AUTO = "auto"
-LENGTHS = ("model_max_length", "tokens_per_rank")
 
 
 class NothingToDraw(ValueError):
@@ -43,7 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
     file = read_plots(arguments.config)
     directories = arguments.runs or file.runs
     runs = find_runs(directories, notes)
-    output = output_dir(arguments.output, directories)
+    output = output_dir(arguments.output, "plots", directories)
     pictures: list[Path] = []
     left_out: list[str] = []
     for plot in file.plots:
@@ -79,16 +76,6 @@ def find_runs(directories: Sequence[Path], notes: list[str]) -> list[Run]:
     return list(runs.values())
 
 
-def settings(run: Run) -> Mapping[str, str]:
-    """Returns a run's flags and automatic choices as strings."""
-    known = {**section(run.info, "config"), **run.info}
-    words = {key: str(value) for key, value in known.items() if isinstance(value, str | int | float) or value is None}
-    length, ranks = known.get("model_max_length"), known.get("sequence_ranks")
-    if isinstance(ranks, int) and ranks:
-        words["tokens_per_rank"] = f"{length / ranks:g}" if isinstance(length, int) else "None"
-    return {**words, "dtype": next((d for d in ("bf16", "fp16") if words.get(d) == "True"), "float32")}
-
-
 def is_one_of(value: str | None, words: Sequence[str]) -> bool:
     """Compares a setting with YAML words, where true and null stand for True and None."""
     return str(value).casefold().replace("none", "null") in [word.casefold().replace("none", "null") for word in words]
@@ -109,7 +96,7 @@ def drawable_runs(plot: Plot, metric: Metric, runs: Sequence[Run]) -> list[Run]:
 
 def check_settings(plot: Plot, runs: Sequence[Run]) -> None:
     """Raises ValueError for a setting that no run has, such as a misspelled one."""
-    known = {short_name(key) for run in runs for key in settings(run)} | {STEP}
+    known = {short_name(key) for run in runs for key in settings(run.info)} | {STEP}
     for place, key in (("x", plot.x), *(("series", key) for key in plot.series)):
         if short_name(key) not in known:
             like = difflib.get_close_matches(short_name(key), known, n=1)
@@ -117,23 +104,23 @@ def check_settings(plot: Plot, runs: Sequence[Run]) -> None:
             raise ValueError(f"figure {plot.name}: {place}: no run has a setting {short_name(key)}; {remedy}")
 
 
-def group_runs(plot: Plot, runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Returns the runs of each line by legend label. Raises ValueError if two runs are the same point."""
-    pairs = [(settings(run), run) for run in runs]
+def group_runs(plot: Plot, runs: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
+    """Returns the runs of each line by the words that name it. Raises ValueError if two runs are the same point."""
+    pairs = [(settings(run.info), run) for run in runs]
     for key in plot.series if plot.x != STEP else ():
         if _auto_repeats(plot, key, pairs):
             pairs = [({**known, key: AUTO} if asked_auto(run, key) else known, run) for known, run in pairs]
     pairs.sort(key=lambda pair: [number_first(pair[0].get(key, "")) for key in plot.series])
     varied = [key for key in plot.series if len({known.get(key) for known, _ in pairs}) > 1]
-    groups: dict[str, list[Run]] = {}
+    groups: dict[tuple[str, ...], list[Run]] = {}
     for known, run in pairs:
-        name = ", ".join(f"{short_name(key)} {legend_text(key, known.get(key))}" for key in varied or plot.series)
-        groups.setdefault(name or (run.label if plot.x == STEP else "all"), []).append(run)
+        name = tuple(phrase(key, known.get(key)) for key in varied or plot.series)
+        groups.setdefault(name or (run.label if plot.x == STEP else "all",), []).append(run)
     for name, mine in groups.items() if plot.x != STEP else ():
-        places = [settings(run).get(plot.x) for run in mine]
+        places = [settings(run.info).get(plot.x) for run in mine]
         if twice := [place for place in places if places.count(place) > 1]:
             raise ValueError(
-                f"figure {plot.name}: {places.count(twice[0])} runs of {name} have {plot.x} {twice[0]}; "
+                f"figure {plot.name}: {places.count(twice[0])} runs of {', '.join(name)} have {plot.x} {twice[0]}; "
                 "add the setting that differs to `series`, or select runs with `where`"
             )
     return groups
@@ -152,16 +139,12 @@ def _auto_repeats(plot: Plot, key: str, pairs: Sequence[tuple[Mapping[str, str],
     return any(len(asked) > 1 for asked in points.values())
 
 
-def legend_text(key: str, value: str | None) -> str:
-    return tick(value) if key in LENGTHS and value is not None and is_number(value) else setting_text(key, value)
-
-
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
 
 def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
     """Draws a figure. Raises NothingToDraw if no run is left, ValueError if two runs are the same point."""
-    chosen = [run for run in runs if all(is_one_of(settings(run).get(key), of) for key, of in plot.where.items())]
+    chosen = [run for run in runs if all(is_one_of(settings(run.info).get(key), of) for key, of in plot.where.items())]
     if not chosen:
         asked = ", ".join(f"{short_name(key)} {' or '.join(words)}" for key, words in plot.where.items())
         raise NothingToDraw(f"figure {plot.name}: no run has {asked}; train some, or change `where`")
@@ -171,22 +154,27 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
         metric = HOST_MEMORY
     chosen = drawable_runs(plot, metric, chosen)
     groups = group_runs(plot, chosen)
-    out = new_figure(8, 4.8)
-    axes = out.subplots()
-    axes.set(title=plot.title or metric.title, ylabel=metric.unit)
+    infos = [run.info for run in chosen]
+    lines = [describe(infos, without=(plot.x, *plot.series)), versions(infos)]
     if plot.x == STEP:
-        draw_steps(axes, groups, metric)
+        out = new_figure(8, 4.8)
+        draw_steps(out.subplots(), groups, metric)
         values = np.concatenate([past_warmup(metric.column(run)) for run in chosen])
     else:
         points = {
-            name: [metric.point(run, settings(run).get(plot.x, "none")) for run in mine]
+            name: [metric.point(run, settings(run.info).get(plot.x, "none")) for run in mine]
             for name, mine in groups.items()
         }
-        draw_over_setting(axes, plot.x, points)
-        values = np.array([end for mine in points.values() for p in mine for end in (p.low, p.high)])
-    set_vertical_scale(axes, plot, metric, values[np.isfinite(values)])
-    if text := hardware_and_versions([run.info for run in chosen]):
-        subtitle(out, text)
-    if len(groups) > 1:
-        legend_below(out)
+        out = setting_figure(plot.x, points)
+        everywhere = [point for mine in points.values() for point in mine]
+        values = np.array([end for point in everywhere for end in (point.low, point.high)])
+        if any(point.high > point.low for point in everywhere):
+            lines.append("Medians after the warm-up; whiskers from the lowest to the highest step")
+    (axes,) = out.axes
+    axes.set_title(plot.title or metric.title)
+    axes.set(**{"xlabel" if axes.patches else "ylabel": metric.unit})
+    set_value_scale(axes, plot, metric, values[np.isfinite(values)])
+    if len(groups) > 1 and not axes.patches:
+        label_lines(axes)
+    subtitle(out, *lines)
     return out

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from lightseq.config.lengths import format_tokens
@@ -12,21 +13,23 @@ from lightseq.profiling.trace import ON_HOST
 
 from .drawing import (
     LOG_FROM,
+    SMALL_TITLE,
     Point,
-    colors,
+    bars_figure,
     draw_bars,
     draw_curve,
     draw_line,
+    new_figure,
     plain_ticks,
     span_of,
     step_axis,
     value_axis,
-    widths,
 )
 from .output import GIB
-from .plots_file import STEP, Plot, short_name
+from .plots_file import STEP, Plot
 from .records import Record
-from .runs import Run, past_warmup, setting_text, smooth
+from .runs import Run, past_warmup, phrase, smooth
+from .style import looks
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
 
@@ -142,35 +145,83 @@ def metric_of(word: str) -> Metric:
 # ---- axes -----------------------------------------------------------------------------------------------------------
 
 
-def draw_steps(axes: Axes, groups: Mapping[str, Sequence[Run]], metric: Metric) -> None:
-    """Plots a curve per run. Earlier groups have wider lines, so they stay visible where runs coincide."""
+# Labels of the horizontal axis; others are the setting's name.
+LABELS: Mapping[str, str] = {
+    "model_max_length": "tokens in the sequence",
+    "tokens_per_rank": "tokens per rank",
+    "world_size": "ranks (GPUs, or processes on a CPU)",
+    "per_device_train_batch_size": "batch, sequences per rank",
+    "scaling_factor": "scaling factor of the model, 1 is the smallest",
+}
+COINCIDE = 0.01  # of the axis; closer curves are one stroke
+
+
+def draw_steps(axes: Axes, groups: Mapping[tuple[str, ...], Sequence[Run]], metric: Metric) -> None:
+    """Plots a curve per run, with markers on different steps, and says how far curves are apart that coincide."""
     step_axis(axes)
-    shades = zip(groups.items(), colors(len(groups)), widths(len(groups)), strict=True)
-    for (name, runs), color, width in shades:
+    for place, ((name, runs), look) in enumerate(zip(groups.items(), looks(list(groups)), strict=True)):
         for run in runs:
-            values, label = metric.column(run), name if run is runs[0] else None
-            draw_curve(axes, run.column("step"), values, color=color, linewidth=width, label=label)
+            label = ", ".join(name) if run is runs[0] else None
+            look |= {"place": place, "count": len(groups), "label": label}
+            draw_curve(axes, run.column("step"), metric.column(run), **look)
+    curves = [dict(line.get_xydata().tolist()) for line in axes.lines]
+    common = set.intersection(*map(set, curves))
+    values = np.array([[curve[step] for step in common] for curve in curves])
+    if len(curves) > 1 and np.isfinite(values).all() and values.size:
+        apart = float(np.ptp(values, axis=0).max())
+        if apart < COINCIDE * np.ptp(values):
+            text = f"at most {apart:.2g} apart" if apart else "equal"
+            axes.set_title(f"{len(curves)} curves: {text}", **SMALL_TITLE)
 
 
-def draw_over_setting(axes: Axes, key: str, groups: Mapping[str, Sequence[Point]]) -> None:
+def setting_figure(key: str, groups: Mapping[tuple[str, ...], Sequence[Point]]) -> Figure:
     """Plots lines over a numeric setting, and bars otherwise."""
     places = sorted({point.x for points in groups.values() for point in points}, key=number_first)
-    ticks = {place: tick(place) if is_number(place) else setting_text(key, place) for place in places}
-    axes.set_xlabel({"model_max_length": "tokens in the sequence", "world_size": "ranks"}.get(key, short_name(key)))
+    names = {", ".join(name): points for name, points in groups.items()}
+    shades = looks(list(groups))
     if len(places) == 1 or not all(map(is_number, places)):
-        draw_bars(axes, ticks, groups, colors(len(groups)))
-        return
-    for (name, points), color in zip(groups.items(), colors(len(groups)), strict=True):
-        numbers = sorted(point._replace(x=float(point.x)) for point in points)
-        draw_line(axes, numbers, name, color=color, marker="o", markersize=5)
+        if len(groups) == 1:
+            bars = {
+                "": {phrase(key, point.x): point for point in sorted(*names.values(), key=lambda p: places.index(p.x))}
+            }
+            colors = {name: shades[0]["color"] for name in bars[""]}
+        else:
+            bars = {
+                phrase(key, place): {
+                    name: point for name, points in names.items() for point in points if point.x == place
+                }
+                for place in places
+            }
+            colors = {name: look["color"] for name, look in zip(names, shades, strict=True)}
+        out = bars_figure(bars)
+        draw_bars(out.subplots(), bars, colors)
+        return out
+    out = new_figure(8, 4.8)
+    axes = out.subplots()
+    for (name, points), look in zip(names.items(), shades, strict=True):
+        draw_line(axes, sorted(point._replace(x=float(point.x)) for point in points), name, **look)
+    axes.set_xlabel(LABELS.get(key, key.replace("_", " ")))
     if 0 < LOG_FROM * float(places[0]) <= float(places[-1]):
         axes.set_xscale("log", base=2)
-    axes.set_xticks([float(place) for place in places], list(ticks.values()))
+    setting_ticks(axes, places)
+    return out
+
+
+def setting_ticks(axes: Axes, places: Sequence[str]) -> None:
+    """Puts a tick at each value, and its text where there is room beside the text before it."""
+    to_axes = axes.transScale + axes.transLimits
+    texts, end = [], -1.0
+    for place in places:
+        text = tick(place)
+        middle, half = to_axes.transform((float(place), 1.0))[0], 0.008 * len(text)
+        texts.append(text if middle - half > end else "")
+        end = middle + half if texts[-1] else end
+    axes.set_xticks([float(place) for place in places], texts)
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def set_vertical_scale(axes: Axes, plot: Plot, metric: Metric, values: np.ndarray) -> None:
-    """Sets limits, scale and ticks of the y axis.
+def set_value_scale(axes: Axes, plot: Plot, metric: Metric, values: np.ndarray) -> None:
+    """Sets limits, scale and ticks of the axis of values.
 
     Curves by step are never logarithmic: a first step that compiles would always make them so.
     """

@@ -1,12 +1,13 @@
 """Training runs: steps from `metrics.jsonl`, settings from `run.json`, and summary statistics."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from lightseq.config.lengths import format_tokens
 from lightseq.utils.files import read_json
 
 from .records import Record, read_each, read_lines
@@ -151,20 +152,53 @@ def section(info: Record, name: str) -> Record:
 
 # ---- settings as text ----------------------------------------------------------------------------------------------
 
+LENGTHS = ("model_max_length", "tokens_per_rank")
+DESCRIBED = ("model_name_or_path", "dtype", "model_max_length", "world_size", "schedule", "kernel", "transport")
+# Settings in words; others are their name and value.
+PHRASES: Mapping[str, str] = {
+    **{"model_name_or_path": "{}", "dtype": "{}", "model_max_length": "{} tokens", "world_size": "{} ranks"},
+    **{"tokens_per_rank": "{} tokens per rank", "per_device_train_batch_size": "batch {}"},
+}
+SWITCHES: Mapping[tuple[str, str], str] = {
+    **{("fsdp", ""): "DDP", ("fsdp", "full_shard"): "FSDP", ("world_size", "1"): "1 rank"},
+    **{("model_name_or_path", "scaled"): "scaled Llama"},
+    **{("fused_attention", "True"): "fused attention", ("fused_attention", "False"): "plain attention"},
+    **{("dtype", "bf16"): "bfloat16", ("dtype", "fp16"): "float16"},
+    **{("torch_compile", "True"): "compiled", ("torch_compile", "False"): "eager"},
+}
 
-def describe(run: Run) -> str:
-    """Describes a run in one line. Automatic choices replace the flag's value."""
-    known = {**section(run.info, "config"), **run.info}
-    words = {
-        "model_name_or_path": "{}",
-        "model_max_length": "{} tokens",
-        "world_size": "{} rank{s}",
-        "schedule": "schedule {}",
-        "kernel": "kernel {}",
-        "transport": "transport {}",
-    }
-    found = [(form, known[key]) for key, form in words.items() if isinstance(known.get(key), str | int)]
-    return ", ".join(form.format(value, s="" if value == 1 else "s") for form, value in found)
+
+def settings(info: Record) -> dict[str, str]:
+    """Returns a run's flags and automatic choices as strings."""
+    known = {**section(info, "config"), **info}
+    words = {key: str(value) for key, value in known.items() if isinstance(value, str | int | float) or value is None}
+    length, ranks = known.get("model_max_length"), known.get("sequence_ranks")
+    if isinstance(ranks, int) and ranks:
+        words["tokens_per_rank"] = f"{length / ranks:g}" if isinstance(length, int) else "None"
+    if "bf16" in words:
+        words["dtype"] = next((d for d in ("bf16", "fp16") if words.get(d) == "True"), "float32")
+    return words
+
+
+def describe(infos: Sequence[Record], without: Sequence[str] = ()) -> str:
+    """Describes in one line what runs share: model, dtype, length, machine, and choices that replace flags."""
+    known = [settings(info) for info in infos]
+    words = []
+    for key in DESCRIBED:
+        value = shared(each.get(key) for each in known)
+        if key == "world_size" and (machine := hardware(infos)):
+            words.append(machine)
+        elif value not in ("", "None") and key not in without:
+            words.append(phrase(key, value))
+    return ", ".join(words)
+
+
+def phrase(key: str, value: str | None) -> str:
+    """Returns a setting in words, such as `32K tokens`."""
+    if key in LENGTHS and str(value).isdecimal():
+        value = format_tokens(int(str(value)))
+    form = PHRASES.get(key, f"{key.replace('_', ' ')} {{}}")
+    return SWITCHES.get((key, str(value))) or form.format(setting_text(key, value))
 
 
 def setting_text(name: str, value: object) -> str:
@@ -174,23 +208,27 @@ def setting_text(name: str, value: object) -> str:
     return {"": '""', "None": "none", "True": "yes", "False": "no"}.get(str(value), str(value))
 
 
-def hardware_and_versions(infos: Sequence[Record]) -> str:
-    """Returns one line with the device, versions and commit that all runs share."""
+def shared(values: Iterable[object]) -> str:
+    """Returns the value that all have, or an empty string."""
+    found = {str(value) if value is not None else "" for value in values}
+    return found.pop() if len(found) == 1 else ""
 
-    def shared(values: Iterable[object]) -> str:
-        found = {str(value) if value is not None else "" for value in values}
-        return found.pop() if len(found) == 1 else ""
 
+def hardware(infos: Sequence[Record]) -> str:
+    """Returns the devices that all runs share, and their number."""
     device = shared(section(info, "hardware").get("device") for info in infos)
     ranks = shared(info.get("world_size") for info in infos)
     if device == "cpu":
-        hardware = f"CPU, {ranks} process{'es' if ranks != '1' else ''}" if ranks else "CPU"
-    else:
-        hardware = f"{ranks} × {device}" if ranks and device else device
-    versions = {name: shared(section(info, "versions").get(key) for info in infos) for key, name in SOFTWARE.items()}
+        return f"CPU, {ranks} process{'es' if ranks != '1' else ''}" if ranks else "CPU"
+    return f"{ranks} × {device}" if ranks and device else device
+
+
+def versions(infos: Sequence[Record]) -> str:
+    """Returns the software versions and the commit that all runs share."""
+    found = {name: shared(section(info, "versions").get(key) for info in infos) for key, name in SOFTWARE.items()}
+    words = [f"{name} {version}" for name, version in found.items() if version not in ("", "none")]
     commit = shared(info.get("commit") for info in infos)
-    words = [hardware, *(f"{name} {version}" for name, version in versions.items() if version not in ("", "none"))]
-    return ", ".join(word for word in (*words, f"commit {short_commit(commit)}" if commit else "") if word)
+    return ", ".join([*words, *([f"commit {short_commit(commit)}"] if commit else [])])
 
 
 def short_commit(commit: str) -> str:

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from lightseq.config.lengths import format_tokens
 
 from .benchmark import Benchmark, LengthTable, group_by, place
-from .drawing import Point, draw_bars, legend_below, new_figure, subtitle, value_axis
+from .drawing import Point, bars_figure, draw_bars, subtitle, value_axis
 from .output import GIB
 from .records import Record
+from .style import BLUE, ORANGE, PALE
 
 OURS = "lightseq"
 BASELINE = "plain"
@@ -23,19 +23,7 @@ KEYS = (
     *("tokens_per_second_highest", "mfu", "model_tflops_per_gpu", "peak_memory_allocated_bytes", "first_loss"),
     *("last_loss", "losses_finite"),
 )
-COLORS = {
-    OURS: "#0072B2",
-    BASELINE: "#E69F00",
-    "rows": "#999933",
-    "accelerate": "#009E73",
-    "deepspeed": "#CC79A7",
-    "deepspeed-offload": "#AA4499",
-    "autosp": "#882255",
-    "trl": "#56B4E9",
-    "unsloth": "#D55E00",
-}
-OTHER_COLOR = "#7A5195"
-LONGEST_REASON = 20  # letters beside a bar
+LONGEST_REASON = 40  # letters in place of a bar
 
 
 class StepTable(LengthTable):
@@ -50,14 +38,6 @@ class StepTable(LengthTable):
         if s["lora_rank"]:
             parts.append(f"LoRA of rank {s['lora_rank']}")
         return ", ".join(parts)
-
-    @property
-    def implementations(self) -> dict[str, str]:
-        """Implementations by label, in the order of bars: lightseq, the baseline, the others."""
-        names = {record["label"]: record["implementation"] for record in self.records}
-        rank = {OURS: 0, BASELINE: 1}
-        labels = sorted(names, key=lambda label: (rank.get(names[label], 2), names[label], len(label), label))
-        return {label: names[label] for label in labels}
 
     def spread(self, record: Record) -> float:
         rates = [record[f"tokens_per_second{end}"] for end in ("_highest", "_lowest", "")]
@@ -101,28 +81,27 @@ class StepTable(LengthTable):
     def figure(self) -> Figure:
         """Plots tokens per second by length, and peak memory if it is known."""
         panels = 1 + any(record["peak_memory_allocated_bytes"] for record in self.records)
-        bars = len(self.implementations) * len(self.lengths)
-        out = new_figure(max(5.5, 2.0 + 0.5 * bars) * panels, 5)
-        left, *right = out.subplots(1, panels, squeeze=False)[0]
-        left.set(title="Whole training steps", ylabel="tokens per second, all GPUs")
+        out = bars_figure(self.bars(throughput), panels)
+        left, *right = out.subplots(1, panels, squeeze=False, sharey=True)[0]
+        left.set(title="Whole training steps", xlabel="tokens per second, all GPUs")
         self.draw(left, throughput)
         for axes in right:
-            axes.set(title="Peak memory", ylabel="GiB per GPU")
+            axes.set(title="Peak memory", xlabel="GiB per GPU")
             self.draw(axes, memory)
-        legend_below(out)
-        subtitle(out, self.title)
+        subtitle(out, self.title, "Medians; whiskers from the slowest to the fastest step")
         return out
 
-    def draw(self, axes: Axes, point: Callable[[Record], Point]) -> None:
-        """Plots a group of bars per length. A skipped record shows its reason."""
-        groups = {
-            label: [point(record) for record in self.records if record["label"] == label]
-            for label in self.implementations
+    def bars(self, point: Callable[[Record], Point]) -> dict[str, dict[str, Point]]:
+        """Returns the bars of each length, in the order of the table."""
+        return {
+            f"{format_tokens(length)} tokens": {r["label"]: point(r) for r in self.records if r["length"] == length}
+            for length in self.lengths
         }
-        ticks = {length: format_tokens(length) for length in self.lengths}
-        draw_bars(axes, ticks, groups, colors(self.implementations.values()))
-        axes.set_xlabel("tokens in the sequence")
-        values = np.array([each.value for points in groups.values() for each in points])
+
+    def draw(self, axes: Axes, point: Callable[[Record], Point]) -> None:
+        groups = self.bars(point)
+        draw_bars(axes, groups, {record["label"]: color_of(record["implementation"]) for record in self.records})
+        values = np.array([each.value for points in groups.values() for each in points.values()])
         value_axis(axes, values[np.isfinite(values)], may_be_logarithmic=True)
 
 
@@ -153,14 +132,10 @@ def tables_of(records: Iterable[Record]) -> list[StepTable]:
     return tables
 
 
-def colors(implementations: Iterable[str]) -> list[tuple[float, ...]]:
-    """Returns the color of each implementation, paler for each further bar of the same one."""
-    counts: dict[str, int] = {}
-    out = []
-    for name in implementations:
-        i = counts[name] = counts.get(name, -1) + 1
-        out.append(tuple(x + (1 - x) * (1 - 0.7**i) for x in to_rgb(COLORS.get(name, OTHER_COLOR))))
-    return out
+def color_of(implementation: str) -> str:
+    if implementation.startswith(OURS):
+        return BLUE
+    return ORANGE if implementation == BASELINE else PALE
 
 
 BENCHMARK = Benchmark(
