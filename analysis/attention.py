@@ -3,14 +3,25 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from lightseq.config.lengths import format_tokens
 
 from .benchmark import Benchmark, LengthTable, group_by
-from .drawing import Point, bars_figure, draw_bars, draw_line, label_lines, length_axis, new_figure, subtitle
+from .drawing import (
+    Point,
+    bars_figure,
+    draw_bars,
+    draw_line,
+    label_lines,
+    length_axis,
+    new_figure,
+    subtitle,
+    value_axis,
+)
 from .records import Record
-from .style import BLACK, BLUE, GREEN, GREY, MARKERS, ORANGE, PALE, PINK, RED, SKY, WIDE
+from .style import BLUE, GREEN, GREY, MARKERS, ORANGE, PALE, PINK, RED, SKY, WIDE
 
 CEILING = "single-gpu"  # the kernel on one GPU, an upper bound for every implementation
 OURS = "lightseq"
@@ -20,12 +31,12 @@ KEYS = (
     *("implementation", "request", "kernel", "transport", "length", "skipped", "seconds_min", "seconds_median"),
     *("seconds_max", "tflops_per_gpu"),
 )
-# A color per family, a marker per line. lightseq has the widest lines; the ceiling is black and dashed.
+# A color per family, a marker per line. lightseq has the widest lines; the ceiling is grey and dashed.
 FAMILY_COLORS: Mapping[str, str] = {
     "ulysses": ORANGE,
     "torch-cp": GREEN,
     "ring-flash-attn": PINK,
-    "ringmaster": GREY,
+    "ringmaster": PALE,
 }
 OUR_COLORS = (BLUE, RED, SKY)
 RATE = "TFLOP/s per GPU, counting the causal half"
@@ -82,9 +93,10 @@ class AttentionTable(LengthTable):
             axes = out.subplots()
             axes.set(xlabel=RATE)
             draw_bars(axes, bars, shades)
+            value_axis(axes, np.array([r["tflops_per_gpu"] for r in self.measured]), may_be_logarithmic=False)
             for label, (record, *_) in lines.items():
                 if record["implementation"] == CEILING:
-                    axes.axvline(record["tflops_per_gpu"], color=shades[label], linestyle="--", linewidth=1.2)
+                    axes.axvline(record["tflops_per_gpu"], color=shades[label], linestyle="--", linewidth=1.2, zorder=0)
         else:
             out = new_figure(8, 5)
             axes = out.subplots()
@@ -151,7 +163,7 @@ def looks(lines: Iterable[Sequence[Record]]) -> list[dict[str, Any]]:
         i = counts[family] = counts.get(family, -1) + 1
         look = {"color": FAMILY_COLORS.get(family, PALE), "linewidth": 1.2, "zorder": 2}
         if family == CEILING:
-            look |= {"color": BLACK, "linestyle": "--"}
+            look |= {"color": GREY, "linestyle": "--"}
         elif family == OURS:
             look |= {"color": OUR_COLORS[i % len(OUR_COLORS)], "linewidth": WIDE, "zorder": 3}
             i //= len(OUR_COLORS)

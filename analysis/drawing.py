@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFor
 
 from lightseq.config.lengths import format_tokens
 
-from .style import GREY, PALE, WIDE
+from .style import GREY, INK, PALE, WIDE
 
 SMALLEST_SPAN = 1e-3  # of the value; a loss that barely changes fills no axis with its last digits
 FEW = 20  # lines with at most this many points have markers
@@ -132,7 +132,7 @@ def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
 
 
 def value_axis(axes: Axes, values: np.ndarray, may_be_logarithmic: bool) -> None:
-    """Starts the axis of values at zero, or makes it logarithmic if the finite ones are far apart. Bars are horizontal."""
+    """Starts the axis of values at zero, or makes it logarithmic if they are far apart. Bars are horizontal."""
     is_bars = bool(axes.patches)
     name, axis = ("x", axes.xaxis) if is_bars else ("y", axes.yaxis)
     lowest, highest = (values.min(), values.max()) if values.size else (0.0, 0.0)
@@ -220,7 +220,7 @@ def draw_bars(axes: Axes, groups: Mapping[str, Mapping[str, Point]], shades: Map
             row += 1
         for name, point in points.items():
             ticks[row] = name
-            whiskers = {"xerr": ranges([point]), "capsize": 3, "ecolor": GREY} if point.high > point.low else {}
+            whiskers = {"xerr": ranges([point]), "capsize": 3, "ecolor": INK} if point.high > point.low else {}
             bar = axes.barh(row, point.value, 0.8, color=shades.get(name, PALE), **whiskers)
             axes.bar_label(bar, [three_digits(point.value)], padding=4, fontsize=9.5, color=GREY)
             axes.annotate(

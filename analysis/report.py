@@ -4,6 +4,7 @@ Makes sections, tables and plotly charts for the template report.html.
 """
 
 import argparse
+import gzip
 import html
 import re
 from base64 import b64encode
@@ -11,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from io import BytesIO
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,19 @@ from lightseq.config.lengths import format_tokens
 
 from .benchmark import Benchmark
 from .curves import PANELS, TFLOPS, losses, table_cells, usual_top
-from .drawing import COLORS, FEW, span_of
+from .drawing import FEW, span_of
 from .evaluate import needle_figure, needle_rows, perplexity_figure, position_rows
 from .output import GIB
 from .records import Record, print_notes
 from .results import BENCHMARKS, CHECK_KEYS, Found, find
-from .runs import Run, column, describe, section, setting_text, smooth
+from .runs import DESCRIBED, Run, column, describe, phrase, section, setting_text, settings, smooth
+from .style import COLORS, DASHES, PLOTLY, WIDE, looks
 
 SHOWN = "runs, sweeps, evaluations, verifications, plans of training, and benchmarks of attention, step and largest"
 TITLE = "Results: "  # begins the title of every page
-POINTS = 1000  # at most, per curve; a page of many long runs stays small
+POINTS, POINTS_PER_PANEL = 1000, 20_000  # at most, per curve; a page of many long runs stays small
 MAX_TICKS = 7
-DASHES = ("solid", "dash", "dot", "dashdot")
+MOST_IN_LEGEND = 12  # runs; more are named by one setting
 # Keys of a record that are shown beside its command, as far as it has them.
 DETAIL_KEYS = ("lacks", "to_fit", "faster", "notes", "seconds", "config", "commit", "date", "hardware", "versions")
 NUMBER = re.compile(r"[-+\d.,→ ]+(e[-+]\d+)?(K|M|%|s|GiB GPU|GiB host)?|–?")
@@ -51,6 +52,14 @@ class Table:
 
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
+
+    def compact(self) -> "Table":
+        """Moves columns with the same value in all of several rows into a note."""
+        columns = list(zip(*self.rows, strict=True))
+        same = [column for column in columns if len(column) > 2 and len(set(column[1:])) == 1]
+        rows = list(zip(*(column for column in columns if column not in same), strict=True))
+        values = ", ".join(f"{column[0]} {column[1]}" for column in same if column[1])
+        return Table(rows, [*([f"The same in all rows: {values}."] if values else []), *self.notes])
 
     @property
     def numeric(self) -> list[bool]:
@@ -99,14 +108,7 @@ def main(arguments: argparse.Namespace) -> int:
 def render(found: Found, title: str) -> str:
     """Returns the HTML page. It is self-contained: plotly.js, data and tables are inside."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    charts = count()
-
-    def chart_html(figure: go.Figure) -> Markup:
-        options = {"displaylogo": False, "responsive": True}
-        name = f"chart-{next(charts)}"
-        return Markup(figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=options))
-
-    environment.filters.update(chart=chart_html, png=png)
+    environment.filters.update(chart=lambda figure: Markup(figure.to_json().replace("<", r"\u003c")), png=png)
     environment.tests.update(
         chart=lambda block: isinstance(block, go.Figure),
         picture=lambda block: isinstance(block, Figure),
@@ -118,7 +120,7 @@ def render(found: Found, title: str) -> str:
         sections=sections_of(found),
         left_out=[*found.left_out, *(f"{found.name(path)} is another kind of file" for path in found.others)],
         notes=found.notes,
-        plotlyjs=Markup(get_plotlyjs()),
+        plotlyjs=b64encode(gzip.compress(get_plotlyjs().encode())).decode(),
     )
 
 
@@ -166,7 +168,8 @@ def words(values: Iterable[object]) -> list[str]:
 def runs_section(runs: Sequence[Run]) -> Section:
     head = ["run", "model", "ranks", "tokens", *table_cells(runs[0]), "schedule", "kernel", "remat", "device"]
     notes = ["Numbers are medians after the warm-up, which is the first 10% of logged steps, at most 10."]
-    return Section("Training runs", [Table([head, *map(run_row, runs)], notes), curves(runs), *map(run_details, runs)])
+    table = Table([head, *map(run_row, runs)], notes).compact()
+    return Section("Training runs", [table, curves(runs, DESCRIBED), *map(run_details, runs)])
 
 
 def run_row(run: Run) -> list[str]:
@@ -182,26 +185,28 @@ def run_details(run: Run) -> Details:
     """Returns the run's command and its run.json."""
     if not run.info:
         return Details(run.label, ["No run.json beside the metrics: flags, hardware and versions are unknown."])
-    return details(run.label, [run.info], describe(run), keys=[key for key in run.info if key != "command"])
+    return details(run.label, [run.info], describe([run.info]), keys=[key for key in run.info if key != "command"])
 
 
 def sweep_section(name: str, cells: Sequence[Record], runs: Mapping[str, Run]) -> Section:
-    """Returns a table of the cells with the varying flags, and the curves of the runs."""
+    """Returns a table of the cells with the varying flags, the curves of the runs, and one run's settings."""
     flags = list(dict.fromkeys(flag for cell in cells for flag in cell["flags"]))
     varying = [flag for flag in flags if len({cell["flags"].get(flag) for cell in cells}) > 1 and flag != "output_dir"]
     measured = list(table_cells(next(iter(runs.values())))) if runs else []
-    rows = [["cell", "status", "ranks", *varying, *measured, "seconds", "error"]]
+    rows = [[*([] if varying else ["cell"]), *varying, "status", "ranks", *measured, "seconds", "error"]]
     for cell in cells:
         run, status = runs.get(cell["name"]), cell.get("status") or "not run"
         if run is None and status == "done":
             status = "done; run not found below this directory"
-        settings = [setting_text(flag, cell["flags"][flag]) if flag in cell["flags"] else None for flag in varying]
+        texts = [] if varying else [cell["name"]]
+        texts += [setting_text(flag, cell["flags"][flag]) if flag in cell["flags"] else None for flag in varying]
         numbers = table_cells(run).values() if run else [""] * len(measured)
         seconds = None if cell.get("seconds") is None else f"{cell['seconds']:,.0f}"
-        rows.append(words([cell["name"], status, cell.get("ranks"), *settings, *numbers, seconds, cell.get("error")]))
-    commands = Details("Commands", words(cell.get("command") for cell in cells))
-    charts = [curves(list(runs.values()))] if runs else []
-    return Section(f"Sweep: {name}", [Table(rows), *charts, commands, *map(run_details, runs.values())])
+        rows.append(words([*texts, status, cell.get("ranks"), *numbers, seconds, cell.get("error")]))
+    blocks: list[Block] = [Table(rows).compact()]
+    blocks += [curves(list(runs.values()), varying)] if runs else []
+    blocks.append(Details("Commands", words(cell.get("command") for cell in cells)))
+    return Section(f"Sweep: {name}", [*blocks, *map(run_details, list(runs.values())[:1])])
 
 
 def runs_of_cells(cells: Sequence[Record], folder: Path, runs: Sequence[Run]) -> dict[str, Run]:
@@ -211,22 +216,54 @@ def runs_of_cells(cells: Sequence[Record], folder: Path, runs: Sequence[Run]) ->
     return {cell: replace(below[name], label=name) for cell, name in names.items() if name in below}
 
 
-def curves(runs: Sequence[Run]) -> go.Figure:
-    """Returns a chart per metric with one legend. A click on a run hides it in all charts."""
+def curves(runs: Sequence[Run], keys: Sequence[str]) -> go.Figure:
+    """Returns a chart per metric with one legend, of runs or of a setting in `keys`. A click hides a line in all."""
     panels = [panel for panel in PANELS if any(run.has(panel.curves[0].key) for run in runs)]
     if all(run.has("mfu") for run in runs):
         panels.remove(TFLOPS)
     rows = -(-(1 + len(panels)) // 2)
     titles = ["Training loss", *(panel.title for panel in panels)]
     out = make_subplots(rows, 2, subplot_titles=titles, vertical_spacing=0.3 / rows, shared_xaxes="all")
-    for place, run in enumerate(runs):
-        out.add_traces(loss_traces(run, place), rows=1, cols=1)
+    names = legend_names(runs, keys)
+    groups = list(dict.fromkeys(names))
+    styles = dict(zip(groups, looks([[group] for group in groups]), strict=True))
+    points = min(POINTS, POINTS_PER_PANEL // len(runs))
+
+    def line(run: Run, name: str, values: np.ndarray, **options: Any) -> go.Scatter:
+        shown = np.unique(np.linspace(0, len(values) - 1, min(len(values), points)).round().astype(int))
+        return go.Scatter(
+            x=numbers(run.column("step")[shown]),
+            y=numbers(values[shown]),
+            mode="lines" if len(values) > FEW else "lines+markers",
+            name=html.escape(name),
+            legendgroup=name,
+            hovertext=html.escape(run.label),
+            line={"color": styles[name]["color"], "width": WIDE, "dash": DASHES[styles[name]["linestyle"]]},
+            **options,
+        )
+
+    for place, (run, name) in enumerate(zip(runs, names, strict=True)):
+        loss, is_long = run.column("loss"), len(run.steps) > FEW
+        first = {"row": 1, "col": 1}
+        out.add_trace(
+            line(run, name, smooth(loss) if is_long else loss, showlegend=names.index(name) == place), **first
+        )
+        if is_long:
+            out.add_trace(line(run, name, loss, opacity=0.3, showlegend=False), **first)
+        if run.evaluations:
+            diamonds: dict[str, Any] = {
+                "mode": "markers",
+                "marker": {"symbol": "diamond", "size": 9, "color": styles[name]["color"]},
+            }
+            diamonds |= {"name": html.escape(f"{run.label}, evaluation"), "legendgroup": name, "showlegend": False}
+            x, y = column(run.evaluations, "step"), column(run.evaluations, "eval_loss")
+            out.add_trace(go.Scatter(x=numbers(x), y=numbers(y), **diamonds), **first)
     out.update_yaxes(title_text="nats per token", range=span_of(losses(runs)), row=1, col=1)
     for i, panel in enumerate(panels, 1):
         at, curve = {"row": i // 2 + 1, "col": i % 2 + 1}, panel.curves[0]
-        for place, run in enumerate(runs):
+        for run, name in zip(runs, names, strict=True):
             if run.has(curve.key):
-                out.add_trace(line(run, place, curve.of(run), showlegend=False), **at)
+                out.add_trace(line(run, name, curve.of(run), showlegend=False), **at)
         top = usual_top([curve.of(run) for run in runs])
         out.update_yaxes(title_text=panel.unit.partition(" (")[0], range=[0, top], **at)
     out.update_yaxes(nticks=MAX_TICKS, exponentformat="none", separatethousands=True)
@@ -234,9 +271,11 @@ def curves(runs: Sequence[Run]) -> go.Figure:
     lengths = [run.last_step for run in runs]
     if max(lengths) > 20 * min(lengths):
         out.update_xaxes(type="log", dtick=1, exponentformat="none")
-    legend_rows = -(-len(runs) // max(1, 150 // (8 + max(len(run.label) for run in runs))))
+    elif max(lengths) <= MAX_TICKS:
+        out.update_xaxes(dtick=1)  # no half steps
+    legend_rows = -(-len(groups) // max(1, 150 // (8 + max(map(len, groups)))))
     return out.update_layout(
-        template="plotly_white",
+        template=PLOTLY,
         height=320 * rows + 20 * legend_rows,
         margin={"l": 60, "r": 40, "t": 40, "b": 60},
         legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
@@ -245,35 +284,13 @@ def curves(runs: Sequence[Run]) -> go.Figure:
     )
 
 
-def loss_traces(run: Run, place: int) -> list[go.Scatter]:
-    """Returns a run's loss, with its running mean if the run is long, and its evaluations as diamonds."""
-    loss = run.column("loss")
-    is_long = len(run.steps) > FEW
-    out = [line(run, place, smooth(loss) if is_long else loss)]
-    if is_long:
-        out.append(line(run, place, loss, opacity=0.3, showlegend=False))
-    if run.evaluations:
-        x, y = column(run.evaluations, "step"), column(run.evaluations, "eval_loss")
-        diamonds = {"symbol": "diamond", "size": 9, "color": COLORS[place % len(COLORS)]}
-        name = f"{html.escape(run.label)}, evaluation"
-        look = {"mode": "markers", "marker": diamonds, "name": name, "legendgroup": place, "showlegend": False}
-        out.append(go.Scatter(x=numbers(x), y=numbers(y), **look))
-    return out
-
-
-def line(run: Run, place: int, values: np.ndarray, **options: Any) -> go.Scatter:
-    """Returns a line over a run's steps, in the color of the run's place in the legend."""
-    total = len(run.steps)
-    shown = np.unique(np.linspace(0, total - 1, min(total, POINTS)).round().astype(int))
-    return go.Scatter(
-        x=numbers(run.column("step")[shown]),
-        y=numbers(values[shown]),
-        mode="lines" if total > FEW else "lines+markers",
-        name=html.escape(run.label),
-        legendgroup=place,
-        line={"color": COLORS[place % len(COLORS)], "dash": DASHES[place // len(COLORS) % len(DASHES)]},
-        **options,
-    )
+def legend_names(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """Returns each run's label, or for many runs its value of the setting with the most values that colors can show."""
+    if len(runs) <= MOST_IN_LEGEND:
+        return [run.label for run in runs]
+    found = {key: [phrase(key, settings(run.info).get(key)) for run in runs] for key in keys}
+    fitting = [values for values in found.values() if 1 < len(set(values)) <= len(COLORS)]
+    return max(fitting, key=lambda values: len(set(values)), default=[f"{len(runs)} runs"] * len(runs))
 
 
 def numbers(values: Iterable[float]) -> list[float]:

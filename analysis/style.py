@@ -43,9 +43,8 @@ PLOTLY: Mapping[str, Any] = {
     "layout": {
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
         "plot_bgcolor": "white",
-        **dict.fromkeys(
-            ("xaxis", "yaxis"), {"gridcolor": GRID, "linecolor": GREY, "zeroline": False, "ticks": "outside"}
-        ),
+        "xaxis": {"gridcolor": GRID, "linecolor": GREY, "showline": True, "zeroline": False},
+        "yaxis": {"gridcolor": GRID, "linecolor": GREY, "showline": True, "zeroline": False},
     }
 }
 
