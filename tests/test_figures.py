@@ -166,7 +166,7 @@ def test_what_was_trained_on_the_page_was_measured() -> None:
 
 def test_the_table_of_shared_prefixes_is_of_its_records() -> None:
     found = [x for ranks in ("1", "2") for x in records(f"shared-prefix-{ranks}xh200")]
-    assert len(table("Rows that share a prefix").rows) == 8
+    assert len(table("Rows that share a prefix").rows) == 9
     model = world = ""
     for where, shape, *shown in table("Rows that share a prefix").rows:
         if where:
