@@ -271,7 +271,8 @@ def deepspeed_bytes_on_host(run: PlannedRun, settings: DeepSpeedSettings) -> flo
         # Masters, gradients, and weights in the compute dtype or, with stage 3, gradients once more.
         copies = 2 * FLOAT32_BYTES + (FLOAT32_BYTES if settings.stage == 3 else element * (1 + accumulates))
         taken += (moments_of(run.config) * FLOAT32_BYTES + pinning("offload_optimizer") * copies) * weights
-        taken += FLOAT32_BYTES * max(run.architecture.sizes)  # a buffer for the largest gradient
+        # A buffer for the largest gradient; accumulated ones may reach beyond the rank's part by one.
+        taken += (1 + accumulates) * FLOAT32_BYTES * max(run.architecture.sizes)
     if settings.on_cpu("offload_param"):
         taken += pinning("offload_param") * 2 * element * weights  # one buffer, and each weight once more
     return taken
