@@ -185,7 +185,7 @@ def test_the_models_own_weights_are_frozen_in_the_dtype_that_computes(folder: Pa
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--lora_alpha 8", "--lora_alpha 8.0 needs adapters; add --lora_rank"),
+        ("--lora_alpha 8", "--lora_alpha 8 needs adapters; add --lora_rank"),
         ("--lora_rank 0", "--lora_rank 0: give at least 1"),
         ("--lora_rank 4 --deepspeed zero3.json", "does not run under --deepspeed"),
         ("--lora_rank 4 --bf16 --fp8 rowwise", "both replace the linear layers"),
