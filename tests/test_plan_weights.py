@@ -30,7 +30,6 @@ from lightseq.plan.breakdown import GIB
 from lightseq.plan.layer_costs import Treatment, layer_table
 from lightseq.plan.make_plan import can_fit, make_plan
 from lightseq.plan.plan import Plan
-from lightseq.plan.weight_time import memory_rate
 from lightseq.plan.weights import held_weights
 
 pytest.importorskip("bitsandbytes")
@@ -121,14 +120,6 @@ def test_four_bits_take_a_quarter_of_the_memory_and_longer_sequences_fit() -> No
     for flags, fits in ((IN_4_BITS, True), ("--lora_rank 16", False)):
         run = f"--bf16 --model_max_length 96K --offload activations {flags}"
         assert can_fit(planned_run(LLAMA, run, 1, gpu=24 * GIB)) == fits
-
-
-def test_products_take_time_to_unpack_weights() -> None:
-    found = plan(f"{IN_4_BITS} --remat none --gradient_accumulation_steps 2")
-    seconds = found.seconds["weights: unpacked for products"]
-    moved = found.run.architecture.linears * (0.516 + 2 + 0.25)
-    assert seconds == pytest.approx(2 * 2 * moved / memory_rate(found.run), rel=1e-3)  # each way, each micro-batch
-    assert plan("--lora_rank 16").seconds["weights: unpacked for products"] == 0
 
 
 def test_weights_in_host_memory_leave_the_gpu_and_are_copied_in_their_own_bytes() -> None:
