@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import slow_except
 from packed_weights import bytes_of_run, check_copies, check_gathers
-from programs import Ended, program
+from programs import programs
 from safetensors.torch import load_file, save_file
 from test_plan_weights import parsed
 from torch import Tensor, nn
@@ -246,10 +246,6 @@ def flags(folder: Path, model: str, output: str, more: str = "", steps: int = ST
     )
 
 
-def programs(rank: int, runs: list[str]) -> list[Ended]:
-    return [program(rank, "any", words) for words in runs]
-
-
 def results(output: Path) -> tuple[list[float], dict[str, Tensor]]:
     losses = [record["loss"] for record in read_records(output / "metrics.jsonl") if "loss" in record]
     return losses, load_file(output / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
@@ -261,7 +257,7 @@ def test_runs_train_as_the_same_numbers_in_32_bits_do(folder: Path, name: str, w
     given = [(name, outputs[0], ""), (f"{name}-dense", outputs[1], ""), (name, outputs[2], "--offload both")]
     given, outputs = (each if name == "llama" else each[:2] for each in (given, outputs))
     split = flags(folder, name, "split", "--expert_parallel_size 2")
-    *ends, refused = spawn(world, programs, [*(flags(folder, *each) for each in given), split])[0]
+    *ends, refused = spawn(world, programs, "any", [*(flags(folder, *each) for each in given), split])[0]
     assert refused.status == 2 and (name == "llama" or world == 1 or "does not run with --model" in refused.err)
     assert all(end.status == 0 for end in ends), [end.err for end in ends]
     assert "frozen linear layers in FP8 as stored" in ends[0].out
@@ -275,7 +271,9 @@ def test_runs_train_as_the_same_numbers_in_32_bits_do(folder: Path, name: str, w
 def trained(folder: Path, name: str) -> Path:
     """Returns a checkpoint in the middle of a run on one rank, which runs once."""
     if not (folder / f"for-{name}").exists():
-        ((end,),) = spawn(1, programs, [flags(folder, name, f"for-{name}", "--save_strategy steps --save_steps 1")])
+        ((end,),) = spawn(
+            1, programs, "any", [flags(folder, name, f"for-{name}", "--save_strategy steps --save_steps 1")]
+        )
         assert end.status == 0, end.err
     return folder / f"for-{name}" / f"checkpoint-{STEPS - 1}"
 
@@ -286,7 +284,7 @@ def test_a_run_resumes_on_fp8_only(folder: Path) -> None:
     assert json.loads((checkpoint / "adapter_four_bits.json").read_text())["form"] == "fp8"
     more = f"--resume_from_checkpoint {checkpoint}"
     words = [flags(folder, base, f"resumed-on-{base}", more) for base in ("llama-dense", "llama")]
-    ((refused, resumed),) = spawn(1, programs, words)
+    ((refused, resumed),) = spawn(1, programs, "any", words)
     why = "was trained with base weights in FP8 as their files store it, but this run has 16 or 32 bits"
     assert refused.status == 2 and why in refused.err, refused.err
     assert resumed.status == 0, resumed.err
