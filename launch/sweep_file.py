@@ -57,7 +57,7 @@ class Sweep:
     grid: Axes
     exclude: tuple[Axes, ...]
     include: tuple[Axes, ...]
-    changed: bool  # by --set: an exclude entry may then match nothing
+    changed: Axes  # settings that --set replaces in every cell
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,7 @@ def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
     top = read_file(path, partial(yaml.load, Loader=TextLoader))
     if not isinstance(top, dict):
         raise ValueError(f"{path}: give `key: value` lines; keys are {', '.join(KEYS)}")
-    for change in changes:
-        top = changed(path, top, change)
+    top, changed = _with_changes(path, top, changes)
     for key in top:
         if key not in KEYS:
             raise wrong(path, key, f"unknown; keys are {', '.join(KEYS)}")
@@ -110,46 +109,34 @@ def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
         grid=_axes(path, "grid", top.get("grid", {})),
         exclude=_entries(path, top, "exclude"),
         include=_entries(path, top, "include"),
-        changed=bool(changes),
+        changed=_axes(path, "--set", changed),
     )
 
 
-def changed(path: Path, top: Mapping[str, Any], change: str) -> dict[str, Any]:
-    """Returns the file with one setting replaced everywhere, so that every cell has it: `ranks=2`, `length=[4K,8K]`.
+def _with_changes(path: Path, top: Mapping[str, Any], changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the file with the keys that changes replace, and the settings that every cell gets by the others.
 
     A `data_path` replaces the file's own data.
     """
-    key, given, text = change.partition("=")
-    if not given or not key:
-        raise ValueError(f"--set {change}: give KEY=VALUE")
-    try:
-        value = yaml.load(text, Loader=TextLoader) if text else ""
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise ValueError(f"--set {change}: the value is neither a word nor a [list, of, words]") from None
-    if key in PLAIN:
-        return {**top, key: value}
-    if key.startswith("data."):
-        if not isinstance(top.get("data"), dict):
+    found, changed = dict(top), dict[str, Any]()
+    for change in changes:
+        key, given, text = change.partition("=")
+        if not given or not key:
+            raise ValueError(f"--set {change}: give KEY=VALUE")
+        try:
+            value = yaml.load(text, Loader=TextLoader) if text else ""
+        except (yaml.YAMLError, ValueError, RecursionError):
+            raise ValueError(f"--set {change}: the value is neither a word nor a [list, of, words]") from None
+        if key in PLAIN:
+            found[key] = value
+        elif not key.startswith("data."):
+            changed[key] = value
+            found = {word: old for word, old in found.items() if (key, word) != ("data_path", "data")}
+        elif isinstance(found.get("data"), dict):
+            found["data"] = {**found["data"], key.removeprefix("data."): value}
+        else:
             raise ValueError(f"--set {change}: {path} has no data of its own; set data_path to data made with data_gen")
-        return {**top, "data": {**top["data"], key.removeprefix("data."): value}}
-    top = {word: old for word, old in top.items() if word != "data" or key != "data_path"}
-    fixed, grid, include = top.get("fixed", {}), top.get("grid", {}), top.get("include", [])
-    if not all(isinstance(place, dict) for place in (fixed, grid, *include)):
-        return top  # refused later, as without the change
-    is_axis = isinstance(value, list)
-    rest = {word: old for word, old in fixed.items() if flag_of(word) != flag_of(key)}
-
-    def replaced(place: Mapping[str, Any], adds: bool) -> dict[str, Any]:
-        is_given = any(flag_of(word) == flag_of(key) for word in place)
-        new = {word: value if flag_of(word) == flag_of(key) else old for word, old in place.items()}
-        return {**new, key: value} if adds and not is_given else new
-
-    return {
-        **top,
-        "fixed": rest if is_axis else {**rest, key: value},
-        "grid": replaced(grid, is_axis and bool(grid)),
-        "include": [replaced(entry, is_axis) for entry in include],
-    }
+    return found, changed
 
 
 def flag_of(word: str) -> str:
@@ -205,13 +192,13 @@ def _axes(path: Path, where: str, value: object, single: bool = False) -> Axes:
 
 def expand(sweep: Sweep) -> list[Cell]:
     """Returns every cell, in the order of the file. Raises ValueError for a cell that the trainer would refuse."""
-    grid = list(_combinations(sweep.fixed, sweep.grid)) if sweep.grid else []
+    grid = list(_combinations(sweep, sweep.grid)) if sweep.grid else []
     for place, entry in enumerate(sweep.exclude):
         kept = [each for each in grid if not all(each.get(key) in values for key, values in entry.items())]
         if len(kept) == len(grid) and not sweep.changed:
             raise wrong(sweep.path, f"exclude[{place}]", "matches no cell that remains of the grid")
         grid = kept
-    included = [settings for entry in sweep.include for settings in _combinations(sweep.fixed, entry)]
+    included = [settings for entry in sweep.include for settings in _combinations(sweep, entry)]
     cells: dict[str, Cell] = {}
     for settings in [*grid, *included]:
         cell = make_cell(sweep, settings)
@@ -222,9 +209,10 @@ def expand(sweep: Sweep) -> list[Cell]:
     return list(cells.values())
 
 
-def _combinations(fixed: Settings, axes: Axes) -> Iterator[Settings]:
+def _combinations(sweep: Sweep, axes: Axes) -> Iterator[Settings]:
+    axes = {**axes, **sweep.changed}
     for values in itertools.product(*axes.values()):
-        yield {**fixed, **dict(zip(axes, values, strict=True))}
+        yield {**sweep.fixed, **dict(zip(axes, values, strict=True))}
 
 
 def make_cell(sweep: Sweep, settings: Settings) -> Cell:
@@ -250,8 +238,9 @@ def make_cell(sweep: Sweep, settings: Settings) -> Cell:
 def cell_name(sweep: Sweep, settings: Settings) -> str:
     """Names a cell by all settings that the grid or an include names. It does not change as the grid grows."""
     words = []
-    for key in dict.fromkeys(key for axes in (sweep.grid, *sweep.include) for key in axes):
-        if key in sweep.grid or settings.get(key) != sweep.fixed.get(key):
+    several = {key: words for key, words in sweep.changed.items() if len(words) > 1}
+    for key in dict.fromkeys(key for axes in (sweep.grid, *sweep.include, several) for key in axes):
+        if key in sweep.grid or key in several or settings.get(key) != sweep.fixed.get(key):
             is_model, value = key == "model_name_or_path", settings.get(key, "")
             text = re.sub(r"[^\w.+-]+", "-", value.rsplit("/", 1)[-1] if is_model else value).strip("-") or "none"
             words.append(text if is_model else f"{LABELS.get(key, key)}-{text}")
