@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 
 from lightseq.config.parser import Parser, whole_number
-from lightseq.profiling.trace import MAX_KERNELS
 
 from .output import SHARED_OUTPUT
 
@@ -34,7 +33,7 @@ COMMANDS: Mapping[str, str] = {
     "sweeps, evaluations, verifications, plans and benchmarks. Needs jinja2 and plotly.",
 }
 REMOVED: Mapping[str, str] = {
-    "cluster": "lightseq plan --attention prints the efficiency of every schedule",
+    "cluster": "benchmarks/plan_attention.py of the repository prints the efficiency of every schedule",
     "needle": f"{PROGRAM} evaluate draws the needle searches of lightseq evaluate",
     "watch": "watch a run in TensorBoard (train with --report_to tensorboard) or read its log",
 }
@@ -99,8 +98,6 @@ def parser(name: str) -> Parser:
         case "profile":
             path("run", metavar="OUTPUT_DIR", help="directory of a run, or a trace file")
             out.add_argument("--rank", type=whole_number, default=0, help="rank whose trace is read (default: 0)")
-            most = f"list the N slowest kernels, at most {MAX_KERNELS}"
-            out.add_argument("--kernels", type=whole_number, default=0, metavar="N", help=most)
     if name not in ("profile", "report"):
         path("--output", metavar="DIR", help=f"directory for the plots (default: {output})")
     return out

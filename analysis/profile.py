@@ -4,7 +4,6 @@ import argparse
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from rich import box
 from rich.table import Table
 
 from lightseq.profiling.trace import PHASES, read_trace, summary
@@ -25,8 +24,6 @@ def main(arguments: argparse.Namespace) -> int:
     print_tables(time_table(profile))
     if profile["moved"]:
         print_tables(traffic_table(profile["moved"]))
-    if arguments.kernels:
-        print_tables(kernel_table(profile["kernels"][: arguments.kernels]))
     if memory := section(written, "memory"):
         print_tables(memory_table(memory))
     return 0
@@ -41,7 +38,7 @@ def time_table(profile: Record) -> Table:
     found = {part["phase"] for part in spent}
     phases = [phase for phase in (*PHASES, "") if phase in found] if found != {""} else []  # some traces have none
     out = number_table(
-        [*(phase or "between" for phase in phases), "total", "%", *(["hidden"] if hidden else []), "calls"],
+        [*(phase or "between" for phase in phases), "total", "%", *(["hidden"] if hidden else [])],
         pad_edge=False,
         padding=0,  # to fit 80 columns
         title=f"{profile['step_ms']:.1f} ms per step, mean of {profile['steps']}",
@@ -51,9 +48,8 @@ def time_table(profile: Record) -> Table:
     for kind, ms in longest_first(totals):
         cells = [f"{times[kind][phase]:.1f}" for phase in phases]
         beside = [f"{hidden[kind]:.1f}" if hidden.get(kind, 0.0) > 0.05 else ""] if hidden else []
-        calls = profile["launches"].get(kind)
         share = f"{100 * ms / profile['step_ms']:.1f}"
-        out.add_row(kind, *cells, f"{ms:.1f}", share, *beside, f"{calls:.0f}" if calls else "")
+        out.add_row(kind, *cells, f"{ms:.1f}", share, *beside)
     sums = [f"{sum(of_phase[phase] for of_phase in times.values()):.1f}" for phase in phases]
     out.add_section()
     out.add_row("all", *sums, f"{sum(totals.values()):.1f}")
@@ -86,15 +82,6 @@ def memory_table(memory: Record) -> Table:
     for key, name in (("peak", "peak of tensors"), ("own", "held by this process"), ("all", "held by all processes")):
         if key in memory:
             out.add_row(name, f"{memory[key] / GIB:.2f}")
-    return out
-
-
-def kernel_table(kernels: Sequence[Record]) -> Table:
-    out = Table(box=box.SIMPLE_HEAD)
-    out.add_column("ms per step", justify="right", min_width=9)
-    out.add_column("kernel", overflow="ellipsis", no_wrap=True, max_width=64)
-    for kernel in kernels:
-        out.add_row(f"{kernel['ms']:.2f}", kernel["name"])
     return out
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.attention_peers import PACKED_PEERS, PEERS
 from benchmarks.command_line import Parser, check_output, length, listed, one_of, positive, seconds
-from lightseq.config.checks import CHOICES
+from lightseq.config.choices import CHOICES
 from lightseq.kernels.attention.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES
 

@@ -9,7 +9,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lightseq.config.checks import CHOICES
+from lightseq.config.choices import CHOICES
 from lightseq.config.command_line import REQUIRED
 from lightseq.config.flags import GROUPS
 from lightseq.kernels.attention.registry import KERNELS

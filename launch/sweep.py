@@ -18,22 +18,17 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from rich.console import Console
-
-from launch import sweep_table
-from launch.sweep_cells import Cell, expand
-from launch.sweep_estimate import assumed, check_device, estimate, measured
-from launch.sweep_file import Sweep, read_sweep
-from launch.sweep_lock import LOG, check_ended, sweep_lock
-from launch.sweep_records import FAILED, FILE, Record, current_record, read_records, steps, write_records
+from launch.sweep_file import LABELS, PROGRAM, Cell, Sweep, expand, read_sweep
+from launch.sweep_records import FAILED, FILE, Record, current_record, lock, read_records, write_records
 from launch.sweep_run import (
+    LOG,
     Running,
     as_typed,
+    check_ended,
     end,
     ended,
-    local_command,
     make_data,
     slurm_command,
     start,
@@ -42,6 +37,7 @@ from launch.sweep_run import (
 )
 from lightseq.config.parser import count_flag
 from lightseq.distributed.rank_launcher import gpus_here
+from lightseq.utils.formatting import aligned
 from lightseq.utils.process import silence_loggers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,16 +46,15 @@ POLL_SECONDS = 0.25
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(prog="launch/sweep.py", description=(__doc__ or "").splitlines()[0])
+    out = argparse.ArgumentParser(prog=PROGRAM, description=(__doc__ or "").splitlines()[0])
     out.add_argument("--config", required=True, type=Path, metavar="FILE", help="YAML file of the sweep")
-    out.add_argument("--list", action="store_true", help="list the cells and their estimated times; run nothing")
+    out.add_argument("--list", action="store_true", help="list the cells and their status; run nothing")
     out.add_argument("--submit", action="store_true", help="submit every cell to Slurm instead of running it here")
     out.add_argument(
         "--only", action="append", metavar="NAME", help="only cells whose name contains NAME (* and ? match)"
     )
     out.add_argument("--retry-failed", action="store_true", help="rerun cells that failed or timed out")
     out.add_argument("--timeout", type=float, metavar="SECONDS", help="time limit of a cell (default: the file's)")
-    out.add_argument("--device", metavar="NAME", help="GPU to estimate for, such as h100 (default: this host's)")
     out.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
         help="override a setting of the file in every cell: ranks=2, length=[4K,8K], output_dir=outputs/two",
@@ -80,29 +75,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sweep = read_sweep(arguments.config, arguments.changes)
         os.chdir(ROOT)  # every path in a sweep file starts here
-        if arguments.timeout is not None:
-            if not 0 < arguments.timeout < math.inf:
-                raise ValueError(f"--timeout {arguments.timeout:g}: give a number of seconds above 0")
-            sweep = replace(sweep, timeout_seconds=arguments.timeout)
-        if arguments.at_once < 1:
-            raise ValueError(f"--at_once {arguments.at_once}: give a number of cells above 0")
-        if arguments.submit and arguments.at_once > 1:
-            raise ValueError("--at_once: Slurm decides how many jobs run at once; leave it out with --submit")
-        if arguments.submit and shutil.which("sbatch") is None:
-            raise ValueError("--submit: there is no sbatch here; leave it out to run the cells on this host")
+        check(arguments)
+        sweep = replace(sweep, cell_seconds=arguments.timeout or sweep.cell_seconds)
         cells = expand(sweep)
         chosen = choose(cells, arguments.only)
         if arguments.list:
-            show(sweep, chosen, cells, current_records(sweep, cells), arguments.device)
+            show(sweep, chosen, current_records(sweep, cells))
             return 0
-        with sweep_lock(sweep.output_dir):  # before the records are read: another call may be writing them
+        with lock(sweep.output_dir / ".sweep.lock", f"another call of {PROGRAM} runs; wait until it ends"):
+            # Only now, because the other call may have been writing records.
             return run_or_submit(sweep, chosen, current_records(sweep, cells), arguments)
     except (ValueError, OSError) as error:
-        print(f"launch/sweep.py: error: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("launch/sweep.py: stopped; run the same command again to continue", file=sys.stderr)
+        print(f"{PROGRAM}: stopped; run the same command again to continue", file=sys.stderr)
         return INTERRUPTED
+
+
+def check(arguments: argparse.Namespace) -> None:
+    if arguments.timeout is not None and not 0 < arguments.timeout < math.inf:
+        raise ValueError(f"--timeout {arguments.timeout:g}: give a number of seconds above 0")
+    if arguments.at_once < 1:
+        raise ValueError(f"--at_once {arguments.at_once}: give a number of cells above 0")
+    if arguments.submit and arguments.at_once > 1:
+        raise ValueError("--at_once: Slurm decides how many jobs run at once; leave it out with --submit")
+    if arguments.submit and shutil.which("sbatch") is None:
+        raise ValueError("--submit: there is no sbatch here; leave it out to run the cells on this host")
 
 
 def choose(cells: Sequence[Cell], patterns: Sequence[str] | None) -> list[Cell]:
@@ -117,31 +116,29 @@ def current_records(sweep: Sweep, cells: Sequence[Cell]) -> dict[str, Record]:
     notes: list[str] = []
     noted = read_records(sweep.output_dir, notes)
     for note in notes:
-        print(f"launch/sweep.py: note: {note}", file=sys.stderr)
-    found = {
-        cell.name: current_record(cell, noted.get(cell.name), as_typed(cell, local_command(cell))) for cell in cells
-    }
+        print(f"{PROGRAM}: note: {note}", file=sys.stderr)
+    found = {cell.name: current_record(cell, noted.get(cell.name), as_typed(cell)) for cell in cells}
     return {**noted, **with_job_status(found)}
 
 
-def show(
-    sweep: Sweep, chosen: Sequence[Cell], cells: Sequence[Cell], records: Mapping[str, Record], device: str | None
-) -> None:
-    """Prints the table of the chosen cells. Estimates are based on all cells that ran, chosen or not."""
-    todo = [cell for cell in chosen if records[cell.name].status != "done"]
-    ran = measured(cells, records) if todo else []
-    device = check_device(device) if device else gpus_here().name
-    times = {cell.name: estimate(cell, ran, device) if cell in todo else None for cell in chosen}
-    source = "estimated from the cells that ran" if ran else assumed(device)
-    console = Console(highlight=False)
-    with console.capture() as capture:
-        console.print(sweep_table.table(chosen, records, times))
-    print(sweep_table.describe(sweep))
-    print(f"in every cell: {sweep_table.fixed_line(chosen)}")
-    print(*(line.rstrip() for line in capture.get().splitlines()), sep="\n")
-    for line in sweep_table.failures(chosen, records):
-        print(f"failed: {line}")
-    print(sweep_table.total(chosen, records, times, source))
+def show(sweep: Sweep, chosen: Sequence[Cell], records: Mapping[str, Record]) -> None:
+    """Prints a line per cell, named as `--only` takes it, and the settings that all cells share."""
+    first, rows = chosen[0].settings, [["", "cell", "status", "seconds"]]
+    same = {key: word for key, word in first.items() if all(cell.settings.get(key) == word for cell in chosen)}
+    for number, record in enumerate((records[cell.name] for cell in chosen), 1):
+        seconds = "" if record.seconds is None else f"{record.seconds:,.0f}"
+        rows.append([str(number), record.name, record.status, seconds])
+    print(describe(sweep))
+    print(f"in every cell: {', '.join(f'{LABELS.get(key, key)}={word}' for key, word in same.items())}")
+    print(*aligned(rows, left=(1, 2)), sep="\n")
+    for record in (records[cell.name] for cell in chosen):
+        if record.status in FAILED:
+            print(f"failed: {record.name}: {record.error}")
+    print(f"{len(chosen)} cells, {sum(records[cell.name].status != 'done' for cell in chosen)} not done")
+
+
+def describe(sweep: Sweep) -> str:
+    return f"sweep: {sweep.description}, into {sweep.output_dir}"
 
 
 def run_or_submit(
@@ -153,39 +150,42 @@ def run_or_submit(
     devices = () if arguments.submit else gpus_here().devices
     wide = [cell for cell in todo if devices and cell.ranks > len(devices)]
     todo = [cell for cell in todo if cell not in wide]
-    check_ended(todo)
-    print(f"{sweep_table.describe(sweep)}\n{left_out(chosen, records, len(wide), len(devices))}{len(todo)} to run")
-    if arguments.submit:
-        for cell in todo:
+    for cell in todo:
+        check_ended(cell)
+        if arguments.submit:
             slurm_command(sweep, cell)  # refuses a cell that fits no job before any is submitted
+    print(f"{describe(sweep)}\n{left_out(chosen, records, len(wide), len(devices))}{len(todo)} to run")
     write_records(sweep.output_dir, records.values())
     if todo and sweep.data is not None:
         make_data(sweep.data)
-    reporter = Reporter(sweep, records, sweep_table.Terminal(len(todo)))
-    try:
-        if arguments.submit:
-            for cell in todo:
-                reporter.note(submit(sweep, cell, records[cell.name]))
-        else:
-            run_here(reporter, todo, arguments.at_once, devices if arguments.at_once > 1 else ())
-    finally:
-        reporter.terminal.close()
+    reporter = Reporter(sweep, records, len(todo))
+    if arguments.submit:
+        for cell in todo:
+            reporter.note(submit(sweep, cell, records[cell.name]))
+    else:
+        run_here(reporter, todo, arguments.at_once, devices if arguments.at_once > 1 else ())
     return finish(sweep, chosen, records)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reporter:
-    """Records and shows the outcomes of cells."""
+    """Records and prints the outcomes of cells."""
 
     sweep: Sweep
     records: dict[str, Record]
-    terminal: sweep_table.Terminal
+    count: int
+    noted: int = field(default=0, init=False)
 
-    def note(self, record: Record, say: bool = True) -> None:
+    def note(self, record: Record) -> None:
         self.records[record.name] = record
         write_records(self.sweep.output_dir, self.records.values())
-        if say:
-            self.terminal.say(record)
+        if record.status == "stopped":
+            return
+        self.noted += 1
+        took = "" if record.seconds is None else f" in {record.seconds:,.0f} s"
+        job = f" as job {record.job_id}" if record.status == "submitted" else ""
+        why = f": {record.error}" if record.error else ""
+        print(f"[{self.noted}/{self.count}] {record.name}  {record.status}{took}{job}{why}", flush=True)
 
 
 def run_here(reporter: Reporter, todo: Sequence[Cell], at_once: int, devices: Sequence[str]) -> None:
@@ -194,39 +194,27 @@ def run_here(reporter: Reporter, todo: Sequence[Cell], at_once: int, devices: Se
     Each cell gets its own of the `devices`; if there are none, a cell sees the GPUs that this program sees. Cells that
     are stopped are recorded as such.
     """
-    waiting, running = list(todo), list[Running]()
+    waiting, running, records = list(todo), list[Running](), reporter.records
     try:
         while waiting or running:
-            while len(running) < at_once and (cell := next_cell(waiting, running, devices)):
+            free = [gpu for gpu in devices if not any(gpu in one.gpus for one in running)]
+            fits = (cell for cell in waiting if not devices or cell.ranks <= len(free))
+            if len(running) < at_once and (cell := next(fits, None)):
                 waiting.remove(cell)
-                running.append(start(cell, own_gpus(cell, running, devices)))
+                print(f"{cell.name} runs; its log is {cell.output_dir / LOG}", flush=True)
+                records[cell.name] = replace(records[cell.name], command=as_typed(cell))
+                running.append(start(cell, tuple(free[: cell.ranks])))
+                continue
             time.sleep(POLL_SECONDS)
-            reporter.terminal.show([(one.cell, len(steps(one.cell.output_dir))) for one in running])
             for one in [*running]:
-                if result := ended(one, reporter.sweep.timeout_seconds):
+                if record := ended(one, records[one.cell.name], reporter.sweep.cell_seconds):
                     running.remove(one)
-                    record = replace(local_record(reporter, one.cell), status=result.status, error=result.error)
-                    reporter.note(replace(record, seconds=round(result.seconds, 3)))
+                    reporter.note(record)
     finally:
         for one in running:  # stopped: end all of them before writing records, which may fail
             end(one.process)
         for one in running:
-            reporter.note(replace(local_record(reporter, one.cell), status="stopped", seconds=None), say=False)
-
-
-def local_record(reporter: Reporter, cell: Cell) -> Record:
-    return replace(reporter.records[cell.name], command=as_typed(cell, local_command(cell)), error=None, job_id=None)
-
-
-def next_cell(waiting: Sequence[Cell], running: Sequence[Running], devices: Sequence[str]) -> Cell | None:
-    """Returns the first cell for which enough GPUs are free; without `devices` the first cell."""
-    free = len(devices) - sum(len(one.gpus) for one in running)
-    return next((cell for cell in waiting if not devices or cell.ranks <= free), None)
-
-
-def own_gpus(cell: Cell, running: Sequence[Running], devices: Sequence[str]) -> tuple[str, ...]:
-    taken = {gpu for one in running for gpu in one.gpus}
-    return tuple(gpu for gpu in devices if gpu not in taken)[: cell.ranks]
+            reporter.note(replace(records[one.cell.name], status="stopped", seconds=None, error=None, job_id=None))
 
 
 def left_out(chosen: Sequence[Cell], records: Mapping[str, Record], wide: int, gpus: int) -> str:
@@ -240,13 +228,13 @@ def left_out(chosen: Sequence[Cell], records: Mapping[str, Record], wide: int, g
 
 
 def finish(sweep: Sweep, chosen: Sequence[Cell], records: Mapping[str, Record]) -> int:
-    statuses = [records[cell.name].status for cell in chosen]
+    found = [records[cell.name] for cell in chosen]
+    statuses = [record.status for record in found]
     counts = [f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses)]
     print(f"{', '.join(counts)}; records  {sweep.output_dir / FILE}")
-    failed = [cell for cell in chosen if records[cell.name].status in FAILED]
-    for cell in failed:
-        job = records[cell.name].job_id
-        print(f"failed  {f'slurm-{job}.out' if job else cell.output_dir / LOG}")
+    failed = [record for record in found if record.status in FAILED]
+    for record in failed:
+        print(f"failed  {f'slurm-{record.job_id}.out' if record.job_id else Path(record.output_dir) / LOG}")
     return 1 if failed else 0
 
 

@@ -1,15 +1,19 @@
-"""Reader of sweep files: grids of training flags in YAML. An error is one line that names file and key."""
+"""Sweep files: a grid of training flags in YAML, and its cells. An error is one line that names file and key.
 
-import difflib
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+The trainer's own parser reads the flags of each cell, and refuses wrong ones.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
+from lightseq.config.command_line import parse
 from lightseq.config.flag_names import OLDER_SPELLINGS
 from lightseq.config.lengths import parse_tokens
 from lightseq.config.parser import MOST_COUNT
@@ -19,22 +23,22 @@ from lightseq.config.yaml_file import TextLoader, read_file
 Settings = Mapping[str, str]
 Axes = Mapping[str, tuple[str, ...]]
 
-# Short names of what most sweeps vary. `ranks`, `dtype` and `family` are not flags: the launcher uses them.
+PROGRAM: Final = "launch/sweep.py"
+# Short names of what most sweeps vary. `ranks` and `dtype` are not flags of training.
 SHORT: Final[Mapping[str, str]] = {
     "model": "model_name_or_path",
     "length": "model_max_length",
     "batch": "per_device_train_batch_size",
 }
-LAUNCHER: Final = ("ranks", "dtype", "family")
+LABELS: Final[Mapping[str, str]] = {flag: word for word, flag in SHORT.items()}
+DTYPES: Final[Mapping[str, tuple[str, ...]]] = {
+    "bfloat16": ("--bf16", "True"),
+    "float16": ("--fp16", "True"),
+    "float32": (),
+}
 OURS: Final = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
-FLAGS: Final = tuple(field.name for field in fields(TrainConfig))
-SETTINGS: Final = (*SHORT, *LAUNCHER, *(flag for flag in FLAGS if flag not in OURS), *OLDER_SPELLINGS)
-KEYS: Final = (
-    *("description", "output_dir", "timeout_seconds", "gpus_per_node", "data"),
-    *("fixed", "grid", "exclude", "include"),
-)
 PLAIN: Final = ("output_dir", "timeout_seconds", "gpus_per_node")
-SYNTHETIC: Final = ("kind", "documents", "length", "vocab_size", "seed", "output")
+KEYS: Final = (*PLAIN, "description", "data", "fixed", "grid", "exclude", "include")
 DATA_DEFAULTS: Final[Settings] = {"vocab_size": "512", "seed": "0"}
 HOUR: Final = 3600.0
 
@@ -46,84 +50,93 @@ class Sweep:
     path: Path
     description: str
     output_dir: Path
-    timeout_seconds: float  # of a cell
+    cell_seconds: float  # time limit
     gpus_per_node: int  # for jobs
     data: Settings | None  # flags of `data_gen synthetic`; its output is every cell's data
     fixed: Settings
     grid: Axes
     exclude: tuple[Axes, ...]
     include: tuple[Axes, ...]
-    changed: bool = False  # by --set: an exclude entry may then match nothing
+    changed: Axes  # settings that --set replaces in every cell
 
-    def wrong(self, key: str, problem: str) -> ValueError:
-        return ValueError(f"{self.path}: {key}: {problem}")
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep."""
+
+    name: str
+    settings: Settings  # all of them, fixed ones too
+    ranks: int
+    flags: tuple[str, ...]  # training flags, without the output directory
+    output_dir: Path
+    config: TrainConfig
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The training command line. A cell that runs again starts over."""
+        return (*self.flags, "--output_dir", str(self.output_dir), "--overwrite_output_dir", "True")
+
+
+def wrong(path: Path, key: str, problem: str) -> ValueError:
+    return ValueError(f"{path}: {key}: {problem}")
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
 
 
 def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
     """Reads a sweep file; `changes` are KEY=VALUE and override it. Errors are ValueErrors with file and key."""
-    top = _load(path)
-    for change in changes:
-        top = changed(path, top, change)
-    raw = Raw(path, top)
+    top = read_file(path, partial(yaml.load, Loader=TextLoader))
+    if not isinstance(top, dict):
+        raise ValueError(f"{path}: give `key: value` lines; keys are {', '.join(KEYS)}")
+    top, changed = _with_changes(path, top, changes)
+    for key in top:
+        if key not in KEYS:
+            raise wrong(path, key, f"unknown; keys are {', '.join(KEYS)}")
+    data = top.get("data")
+    if data is not None:
+        if not isinstance(data, dict) or not isinstance(data.get("output"), str):
+            raise wrong(path, "data", "give flags of data_gen synthetic, with output")
+        data = {**DATA_DEFAULTS, **data, "length": in_tokens(str(data.get("length")))}
     return Sweep(
         path=path,
-        description=raw.word("description", path.stem),
-        output_dir=Path(raw.word("output_dir", f"outputs/sweeps/{path.stem}")),
-        timeout_seconds=raw.number("timeout_seconds", HOUR),
-        gpus_per_node=int(raw.number("gpus_per_node", 4)),
-        data=raw.data(),
-        fixed={key: values[0] for key, values in raw.axes("fixed", raw.top.get("fixed", {}), single=True).items()},
-        grid=raw.axes("grid", raw.top.get("grid", {})),
-        exclude=raw.entries("exclude"),
-        changed=bool(changes),
-        include=raw.entries("include"),
+        description=str(top.get("description", path.stem)),
+        output_dir=Path(str(top.get("output_dir", f"outputs/sweeps/{path.stem}"))),
+        cell_seconds=_number(path, top, "timeout_seconds", HOUR),
+        gpus_per_node=int(_number(path, top, "gpus_per_node", 4)),
+        data=data,
+        fixed={key: word for key, (word,) in _axes(path, "fixed", top.get("fixed", {}), single=True).items()},
+        grid=_axes(path, "grid", top.get("grid", {})),
+        exclude=_entries(path, top, "exclude"),
+        include=_entries(path, top, "include"),
+        changed=_axes(path, "--set", changed),
     )
 
 
-def changed(path: Path, top: Mapping[str, Any], change: str) -> dict[str, Any]:
-    """Returns the file with one setting replaced everywhere, so that every cell has it: `ranks=2`, `length=[4K,8K]`.
+def _with_changes(path: Path, top: Mapping[str, Any], changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the file with the keys that changes replace, and the settings that every cell gets by the others.
 
     A `data_path` replaces the file's own data.
     """
-    key, given, text = change.partition("=")
-    known = (*SETTINGS, *PLAIN, *(f"data.{flag}" for flag in SYNTHETIC))
-    if not given or not key:
-        raise ValueError(f"--set {change}: give KEY=VALUE{nearest(key, known)}")
-    if key in OURS and key not in PLAIN:
-        raise ValueError(f"--set {change}: every cell gets its own {key}; leave it out")
-    if key not in known:
-        others = f"; there are {', '.join((*SHORT, *LAUNCHER, *PLAIN))}, data.KEY and the flags of llama3/train.py"
-        raise ValueError(f"--set {change}: {key} is not a setting{nearest(key, known) or others}")
-    try:
-        value = yaml.load(text, Loader=TextLoader) if text else ""
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise ValueError(f"--set {change}: the value is neither a word nor a [list, of, words]") from None
-    if key in PLAIN:
-        return {**top, key: value}
-    if key.startswith("data."):
-        if "data" not in top:
+    found, changed = dict(top), dict[str, Any]()
+    for change in changes:
+        key, given, text = change.partition("=")
+        if not given or not key:
+            raise ValueError(f"--set {change}: give KEY=VALUE")
+        try:
+            value = yaml.load(text, Loader=TextLoader) if text else ""
+        except (yaml.YAMLError, ValueError, RecursionError):
+            raise ValueError(f"--set {change}: the value is neither a word nor a [list, of, words]") from None
+        if key in PLAIN:
+            found[key] = value
+        elif not key.startswith("data."):
+            changed[key] = value
+            found = {word: old for word, old in found.items() if (key, word) != ("data_path", "data")}
+        elif isinstance(found.get("data"), dict):
+            found["data"] = {**found["data"], key.removeprefix("data."): value}
+        else:
             raise ValueError(f"--set {change}: {path} has no data of its own; set data_path to data made with data_gen")
-        data = top["data"]
-        return {**top, "data": {**(data if isinstance(data, dict) else {}), key.removeprefix("data."): value}}
-    if key == "data_path":
-        top = {word: old for word, old in top.items() if word != "data"}
-    names = {word for word in SETTINGS if flag_of(word) == flag_of(key)}
-
-    def replaced(place: Mapping[str, Any], anyway: bool) -> dict[str, Any]:
-        new = {word: value if word in names else old for word, old in place.items()}
-        return new if names & place.keys() or not anyway else {**new, key: value}
-
-    fixed, grid, include = top.get("fixed", {}), top.get("grid", {}), top.get("include", [])
-    if not (isinstance(fixed, dict) and isinstance(grid, dict) and isinstance(include, list)):
-        return {**top}  # refused later, as without the change
-    axis = isinstance(value, list)
-    rest = {word: old for word, old in fixed.items() if word not in names}
-    return {
-        **top,
-        "fixed": rest if axis else {**rest, key: value},
-        "grid": replaced(grid, axis and bool(grid)),
-        "include": [replaced(entry, axis) if isinstance(entry, dict) else entry for entry in include],
-    }
+    return found, changed
 
 
 def flag_of(word: str) -> str:
@@ -139,93 +152,96 @@ def in_tokens(text: str) -> str:
         return text
 
 
-@dataclass(frozen=True)
-class Raw:
-    """Parsed YAML of a sweep file, and the checks of its values."""
-
-    path: Path
-    top: Mapping[str, Any]
-
-    def wrong(self, key: str, problem: str) -> ValueError:
-        return ValueError(f"{self.path}: {key}: {problem}")
-
-    def word(self, key: str, default: str) -> str:
-        value = self.top.get(key, default)
-        if not isinstance(value, str) or not value:
-            raise self.wrong(key, "give one word")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        try:
-            value = float(self.word(key, str(default)))
-        except ValueError:
-            value = math.nan
-        if not 0 < value <= MOST_COUNT:
-            raise self.wrong(key, f"{self.top[key]!r:.80} is not a number above 0 and up to {MOST_COUNT:,}")
-        return value
-
-    def data(self) -> Settings | None:
-        """Returns the flags of `python3 -m data_gen synthetic` under `data`, None without it."""
-        value = self.top.get("data")
-        if value is None:
-            return None
-        if not isinstance(value, dict) or not all(isinstance(word, str) for word in value.values()):
-            raise self.wrong("data", f"give flags of data_gen synthetic: {', '.join(SYNTHETIC)}")
-        for key in value:
-            if key not in SYNTHETIC:
-                raise self.wrong(f"data.{key}", f"unknown{nearest(key, SYNTHETIC)}; choose from {', '.join(SYNTHETIC)}")
-        missing = [key for key in ("kind", "documents", "length", "output") if key not in value]
-        if missing:
-            raise self.wrong("data", f"{missing[0]} is missing")
-        return {**DATA_DEFAULTS, **{key: in_tokens(word) if key == "length" else word for key, word in value.items()}}
-
-    def entries(self, key: str) -> tuple[Axes, ...]:
-        value = self.top.get(key, [])
-        if not isinstance(value, list):
-            raise self.wrong(key, "give a list, with `-` before every entry")
-        return tuple(self.axes(f"{key}[{place}]", entry) for place, entry in enumerate(value))
-
-    def axes(self, where: str, value: object, single: bool = False) -> Axes:
-        """Returns the values of each setting; a single word counts as a list of one."""
-        if not isinstance(value, dict):
-            raise self.wrong(where, "give `setting: value` lines")
-        found: dict[str, tuple[str, ...]] = {}
-        for key, words in value.items():
-            place = f"{where}.{key}"
-            if key in OURS:
-                raise self.wrong(place, "every cell gets its own; leave it out")
-            if key not in SETTINGS:
-                raise self.wrong(place, f"unknown setting{nearest(key, SETTINGS)}")
-            name = flag_of(key)
-            if name in found:
-                raise self.wrong(place, f"{name} is given twice")
-            found[name] = tuple(self._values(place, name, words, single))
-        return found
-
-    def _values(self, place: str, name: str, value: Any, single: bool) -> Sequence[str]:
-        words: list[Any] = value if isinstance(value, list) else [value]
-        if single and isinstance(value, list):
-            raise self.wrong(place, "is the same in every cell, so give one value; lists belong in grid")
-        if not words:
-            raise self.wrong(place, "give at least one value")
-        for word in words:
-            if not isinstance(word, str):
-                raise self.wrong(place, f"{word} is not a single value; put JSON in quotes")
-        if len(set(words)) < len(words):
-            raise self.wrong(place, f"{next(word for word in words if words.count(word) > 1)} is listed twice")
-        return [in_tokens(word) if name == "model_max_length" else word for word in words]
+def _number(path: Path, top: Mapping[str, Any], key: str, default: float) -> float:
+    try:
+        value = float(top.get(key, default))
+    except (TypeError, ValueError):
+        value = 0.0
+    if not 0 < value <= MOST_COUNT:
+        raise wrong(path, key, f"{top[key]!r:.80} is not a number above 0 and up to {MOST_COUNT:,}")
+    return value
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def _entries(path: Path, top: Mapping[str, Any], key: str) -> tuple[Axes, ...]:
+    value = top.get(key, [])
+    if not isinstance(value, list):
+        raise wrong(path, key, "give a list, with `-` before every entry")
+    return tuple(_axes(path, f"{key}[{place}]", entry) for place, entry in enumerate(value))
 
 
-def _load(path: Path) -> Mapping[str, Any]:
-    top = read_file(path, partial(yaml.load, Loader=TextLoader))
-    if not isinstance(top, dict):
-        raise ValueError(f"{path}: give `key: value` lines; keys are {', '.join(KEYS)}")
-    for key in top:
-        if key not in KEYS:
-            raise ValueError(f"{path}: {key}: unknown{nearest(key, KEYS)}; keys are {', '.join(KEYS)}")
-    return top
+def _axes(path: Path, where: str, value: object, single: bool = False) -> Axes:
+    """Returns the values of each setting; a single word counts as a list of one."""
+    if not isinstance(value, dict):
+        raise wrong(path, where, "give `setting: value` lines")
+    found: dict[str, tuple[str, ...]] = {}
+    for key, given in value.items():
+        name, words = flag_of(key), given if isinstance(given, list) and not single else [given]
+        if key in OURS:
+            raise wrong(path, f"{where}.{key}", "every cell gets its own; leave it out")
+        if name in found:
+            raise wrong(path, f"{where}.{key}", f"{name} is given twice")
+        if not words or not all(isinstance(word, str) for word in words) or len({*words}) < len(words):
+            remedy = "give one value" if single else "give one value, or a list without repeats"
+            raise wrong(path, f"{where}.{key}", f"{remedy}; put JSON in quotes")
+        found[name] = tuple(in_tokens(word) if name == "model_max_length" else word for word in words)
+    return found
+
+
+# ---- the cells ------------------------------------------------------------------------------------------------------
+
+
+def expand(sweep: Sweep) -> list[Cell]:
+    """Returns every cell, in the order of the file. Raises ValueError for a cell that the trainer would refuse."""
+    grid = list(_combinations(sweep, sweep.grid)) if sweep.grid else []
+    for place, entry in enumerate(sweep.exclude):
+        kept = [each for each in grid if not all(each.get(key) in values for key, values in entry.items())]
+        if len(kept) == len(grid) and not sweep.changed:
+            raise wrong(sweep.path, f"exclude[{place}]", "matches no cell that remains of the grid")
+        grid = kept
+    included = [settings for entry in sweep.include for settings in _combinations(sweep, entry)]
+    cells: dict[str, Cell] = {}
+    for settings in [*grid, *included]:
+        cell = make_cell(sweep, settings)
+        if cells.setdefault(cell.name, cell).settings != cell.settings:
+            raise wrong(sweep.path, cell.name, "two cells have this name; make their settings differ in more")
+    if not cells:
+        raise wrong(sweep.path, "grid", "no cell is left; give settings in grid or include")
+    return list(cells.values())
+
+
+def _combinations(sweep: Sweep, axes: Axes) -> Iterator[Settings]:
+    axes = {**axes, **sweep.changed}
+    for values in itertools.product(*axes.values()):
+        yield {**sweep.fixed, **dict(zip(axes, values, strict=True))}
+
+
+def make_cell(sweep: Sweep, settings: Settings) -> Cell:
+    name = cell_name(sweep, settings)
+    if sweep.data is not None:
+        if "data_path" in settings:
+            raise wrong(sweep.path, "data", "data_path is given too; give one of them")
+        settings = {**settings, "data_path": sweep.data["output"]}
+    ranks, dtype = settings.get("ranks", "1"), settings.get("dtype", "float32")
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", ranks):
+        raise wrong(sweep.path, "ranks", f"{ranks!r:.80} is not a number of processes")
+    if dtype not in DTYPES or ("dtype" in settings and {"bf16", "fp16"} & settings.keys()):
+        raise wrong(sweep.path, "dtype", f"{dtype!r}: give one of {', '.join(DTYPES)}, without bf16 and fp16")
+    flags = [word for key, value in settings.items() if key not in ("ranks", "dtype") for word in (f"--{key}", value)]
+    output_dir = sweep.output_dir / name
+    try:
+        config = parse([*DTYPES[dtype], *flags, "--output_dir", str(output_dir)], PROGRAM)
+    except ValueError as error:
+        raise wrong(sweep.path, name, str(error)) from None
+    return Cell(name, settings, int(ranks), (*DTYPES[dtype], *flags), output_dir, config)
+
+
+def cell_name(sweep: Sweep, settings: Settings) -> str:
+    """Names a cell by all settings that the grid or an include names. It does not change as the grid grows."""
+    words = []
+    several = {key: words for key, words in sweep.changed.items() if len(words) > 1}
+    for key in dict.fromkeys(key for axes in (sweep.grid, *sweep.include, several) for key in axes):
+        if key in sweep.grid or key in several or settings.get(key) != sweep.fixed.get(key):
+            is_model, value = key == "model_name_or_path", settings.get(key, "")
+            text = re.sub(r"[^\w.+-]+", "-", value.rsplit("/", 1)[-1] if is_model else value).strip("-") or "none"
+            words.append(text if is_model else f"{LABELS.get(key, key)}-{text}")
+    return "_".join(words) or "only"

@@ -1,15 +1,14 @@
 """Records of a sweep's cells: sweep.jsonl, with one object per cell, and the files of the runs themselves."""
 
+import fcntl
 import json
-import math
 import os
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
-from launch.sweep_cells import Cell
+from launch.sweep_file import Cell
 from lightseq.config.train_config import TrainConfig
 from lightseq.utils.files import parse_json, read_json, record_lines
 
@@ -28,14 +27,20 @@ class Record:
     job_id: str | None
     output_dir: str
     command: str  # as typed in the repository root
-    family: str
     ranks: int
     flags: Mapping[str, str]
 
 
-def pending(cell: Cell, command: str) -> Record:
-    flags = dict(zip((f.removeprefix("--") for f in cell.flags[::2]), cell.flags[1::2], strict=True))
-    return Record(cell.name, "pending", None, None, None, str(cell.output_dir), command, cell.family, cell.ranks, flags)
+def lock(path: Path, remedy: str) -> TextIO:
+    """Opens and locks a file until it is closed, also by processes that inherit it. Raises ValueError if it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ValueError(f"{path.parent} is in use ({error.strerror}); {remedy}") from error
+    return file
 
 
 def read_records(directory: Path, notes: list[str]) -> dict[str, Record]:
@@ -44,15 +49,15 @@ def read_records(directory: Path, notes: list[str]) -> dict[str, Record]:
     Raises ValueError for a file without any record, so that a foreign file is not overwritten.
     """
     path = directory / FILE
-    if not path.is_file():
-        return {}
+    lines = record_lines(path) if path.is_file() else []
+    names = {field.name for field in fields(Record)}
     found: dict[str, Record] = {}
     refused: list[str] = []
-    for number, line in enumerate(record_lines(path), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            record = _record(line)
+            record = Record(**{key: value for key, value in parse_json(line).items() if key in names})
         except (ValueError, AttributeError, TypeError):
             refused.append(f"{path} line {number} is cut off, or not a record of a sweep")
         else:
@@ -61,11 +66,6 @@ def read_records(directory: Path, notes: list[str]) -> dict[str, Record]:
         raise ValueError(f"{refused[0]}; remove the file")
     notes += [f"{line}; it is left out, and the files of its cell decide" for line in refused]
     return found
-
-
-def _record(line: str) -> Record:
-    known = {field.name for field in fields(Record)}
-    return Record(**{key: value for key, value in parse_json(line).items() if key in known})
 
 
 def write_records(directory: Path, records: Iterable[Record]) -> None:
@@ -78,8 +78,9 @@ def write_records(directory: Path, records: Iterable[Record]) -> None:
 
 def current_record(cell: Cell, record: Record | None, command: str) -> Record:
     """Returns a cell's present record: by its files, else by an earlier record with the same flags and ranks."""
-    fresh = pending(cell, command)
-    noted = record if record is not None and (record.flags, record.ranks) == (fresh.flags, fresh.ranks) else None
+    flags = dict(zip((f.removeprefix("--") for f in cell.flags[::2]), cell.flags[1::2], strict=True))
+    fresh = Record(cell.name, "pending", None, None, None, str(cell.output_dir), command, cell.ranks, flags)
+    noted = record if record is not None and (record.flags, record.ranks) == (flags, cell.ranks) else None
     if finished(cell):
         seconds = noted.seconds if noted is not None and noted.status in ("done", "submitted") else None
         return replace(fresh, status="done", seconds=seconds, job_id=noted.job_id if noted else None)
@@ -90,15 +91,15 @@ def current_record(cell: Cell, record: Record | None, command: str) -> Record:
 
 def finished(cell: Cell) -> bool:
     """Returns whether the cell's directory holds a finished run of exactly these flags."""
-    run = _read_json(cell.output_dir / "run.json")
-    config, total = run.get("config"), run.get("total_steps")
-    if not isinstance(config, dict) or not isinstance(total, int) or run.get("world_size") != cell.ranks:
+    try:
+        run = read_json(cell.output_dir / "run.json")
+        config, total, ranks = run["config"], run["total_steps"], run["world_size"]
+        if ranks != cell.ranks or comparable(config) != comparable(cell.config.to_json()):
+            return False
+        every = cell.config.logging_steps
+        return {*range(every, total + 1, every), total} <= logged_steps(cell.output_dir)
+    except (OSError, ValueError, LookupError, TypeError):
         return False
-    if comparable(config) != comparable(cell.config.to_json()):
-        return False
-    every = cell.config.logging_steps
-    wanted = {*range(every, total + 1, every), total}
-    return wanted <= {record["step"] for record in steps(cell.output_dir)}
 
 
 def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,31 +112,14 @@ def comparable(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in {**defaults, **config}.items() if key not in ignored}
 
 
-def steps(directory: Path) -> list[dict[str, Any]]:
-    """Returns a run's logged steps so far, without lines that are incomplete or not records."""
-    path = directory / "metrics.jsonl"
-    lines = record_lines(path)[:-1] if path.is_file() else []
-    found = []
-    for line in lines:
+def logged_steps(directory: Path) -> set[int]:
+    """Returns the numbers of a run's logged steps, without lines that are incomplete or not records."""
+    found = set()
+    for line in record_lines(directory / "metrics.jsonl")[:-1]:
         try:
             record = parse_json(line)
         except ValueError:
             continue
         if isinstance(record, dict) and type(record.get("step")) is int and "loss" in record:
-            found.append(record)
+            found.add(record["step"])
     return found
-
-
-def median_step(directory: Path) -> float:
-    """Returns the median seconds of a step, without the first if there are more; NaN if none is known."""
-    every = (record.get("step_seconds") for record in steps(directory))
-    known = [seconds for seconds in every if isinstance(seconds, int | float) and seconds]
-    return statistics.median(known[1:] or known) if known else math.nan
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

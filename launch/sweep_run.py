@@ -12,17 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
-from launch.sweep_cells import Cell
-from launch.sweep_file import Settings, Sweep
-from launch.sweep_lock import LOG, open_log
-from launch.sweep_records import Record, finished
-from lightseq.utils.files import read_json
-from lightseq.utils.formatting import first_line
+from launch.sweep_file import Cell, Settings, Sweep, wrong
+from launch.sweep_records import Record, finished, lock
+from lightseq.utils.files import read_json_object
 
+LOG: Final = "log.txt"  # output of a cell's processes, which lock it as long as one of them runs
 EXIT_SECONDS: Final = 10.0  # for processes to end by themselves
 # Variables of launch/slurm/job.sh that describe one run. A cell gives all of them as flags.
 OF_ONE_RUN: Final = (
@@ -38,34 +36,26 @@ CAUSES: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Outcome of a cell's processes."""
-
-    status: str
-    seconds: float
-    error: str | None = None
-
-
 def local_command(cell: Cell) -> list[str]:
-    return ["launch/local.sh", cell.family, *cell.words]
+    return ["launch/local.sh", "train", *cell.words]
 
 
 def slurm_command(sweep: Sweep, cell: Cell) -> list[str]:
     """Returns the sbatch command of a cell: one node, or as many whole nodes as the ranks fill."""
     per_node = min(cell.ranks, sweep.gpus_per_node)
     if cell.ranks % per_node:
-        raise sweep.wrong("ranks", f"{cell.ranks} do not fill nodes of {per_node} GPUs; change ranks or gpus_per_node")
+        problem = f"{cell.ranks} do not fill nodes of {per_node} GPUs; change ranks or gpus_per_node"
+        raise wrong(sweep.path, "ranks", problem)
     nodes = cell.ranks // per_node
     script = "one_node" if nodes == 1 else "several_nodes"
     options = (f"--job-name={cell.name}", f"--nodes={nodes}", f"--gpus-per-node={per_node}")
-    minutes = f"--time={-(-int(sweep.timeout_seconds) // 60)}"
-    return ["sbatch", *options, minutes, f"launch/slurm/{script}.sbatch", cell.family, *cell.words]
+    minutes = f"--time={-(-int(sweep.cell_seconds) // 60)}"
+    return ["sbatch", *options, minutes, f"launch/slurm/{script}.sbatch", "train", *cell.words]
 
 
-def as_typed(cell: Cell, command: Sequence[str]) -> str:
-    """Returns a command as typed in a shell."""
-    return shlex.join(command) if command[0] == "sbatch" else f"NPROC={cell.ranks} {shlex.join(command)}"
+def as_typed(cell: Cell) -> str:
+    """Returns the local command of a cell as typed in a shell."""
+    return f"NPROC={cell.ranks} {shlex.join(local_command(cell))}"
 
 
 def environment(processes: int, gpus: Sequence[str] = ()) -> dict[str, str]:
@@ -85,38 +75,23 @@ def make_data(flags: Settings) -> None:
     if output.is_file():
         print(f"data: {output} is used as it is; it does not record how it was made")
         return
-    if (output / "meta.json").exists():
-        check_data(output, flags)
+    if not (output / "meta.json").exists():
+        words = [word for key, value in flags.items() for word in (f"--{key}", value)]
+        done = subprocess.run([sys.executable, "-m", "data_gen", "synthetic", *words], capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"data: {cause(done.stderr) or 'data_gen failed'}")
+        print(f"data: {done.stdout.strip()}")
         return
-    words = [word for key, value in flags.items() for word in (f"--{key}", value)]
-    done = subprocess.run([sys.executable, "-m", "data_gen", "synthetic", *words], capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"data: {cause(done.stderr) or 'data_gen failed'}")
-    print(f"data: {done.stdout.strip()}")
-
-
-def check_data(output: Path, flags: Settings) -> None:
-    """Raises ValueError if a token directory records other flags. Flags that it does not record are not checked."""
     remedy = "give another output (--set data.output=DIR), or delete it to have it made again"
-    try:
-        recorded = made_with(read_json(output / "meta.json"))
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        reason = first_line(error)
-        raise ValueError(f"data.output {output}: its meta.json cannot be read ({reason}); {remedy}") from error
-    wanted = {key: word.replace("_", "") for key, word in flags.items()}  # 1_000 is 1000
-    wrong = [f"{key} {word} (not {flags[key]})" for key, word in recorded.items() if word != wanted[key]]
-    if wrong:
-        raise ValueError(f"data.output {output} was made with {', '.join(wrong)}; {remedy}")
-
-
-def made_with(meta: Mapping[str, Any]) -> Settings:
-    """Returns the flags of `data_gen synthetic` that its meta.json records."""
-    found = {key: meta.get(key) for key in ("documents", "vocab_size", "seed")}
-    if "tokens" in meta and "documents" in meta:
-        found["length"] = meta["tokens"] // meta["documents"]  # of each document
-    if "source" in meta:
-        found["kind"] = meta["source"].removeprefix("synthetic ")
-    return {key: str(value) for key, value in found.items() if value is not None}
+    meta = read_json_object(output / "meta.json", remedy)
+    documents = int(flags["documents"])
+    wanted = {
+        "documents": documents, "vocab_size": int(flags["vocab_size"]), "seed": int(flags["seed"]),
+        "tokens": documents * int(flags["length"]), "source": f"synthetic {flags['kind']}",
+    }  # fmt: skip
+    for key, value in wanted.items():
+        if meta.get(key, value) != value:  # data from before a key was recorded does not say
+            raise ValueError(f"data.output {output} was made with {key} {meta[key]} (not {value}); {remedy}")
 
 
 @dataclass(frozen=True)
@@ -129,9 +104,16 @@ class Running:
     begin: float
 
 
+def check_ended(cell: Cell) -> None:
+    """Raises ValueError for a cell that still runs although the sweep that started it is gone."""
+    if (cell.output_dir / LOG).exists():
+        lock(cell.output_dir / LOG, "processes of an earlier sweep still run; wait until they end, or end them").close()
+
+
 def start(cell: Cell, gpus: tuple[str, ...] = ()) -> Running:
     """Starts a cell, which sees `gpus` only; if empty, all that this program sees."""
-    with open_log(cell) as out:
+    with lock(cell.output_dir / LOG, "wait until its processes end") as out:
+        out.truncate(0)
         process = subprocess.Popen(
             local_command(cell),
             stdin=subprocess.DEVNULL,
@@ -143,21 +125,24 @@ def start(cell: Cell, gpus: tuple[str, ...] = ()) -> Running:
     return Running(cell, gpus, process, time.monotonic())
 
 
-def ended(running: Running, timeout_seconds: float) -> Ended | None:
-    """Returns the outcome of a cell that ended or took too long; None while it runs."""
+def ended(running: Running, record: Record, limit: float) -> Record | None:
+    """Returns the record of a cell that ended or ran past a limit of seconds; None while it runs."""
     cell, process = running.cell, running.process
     seconds = time.monotonic() - running.begin
+    status, error = "failed", None
     if process.poll() is None:
-        if seconds <= timeout_seconds:
+        if seconds <= limit:
             return None
         end(process)
-        return Ended("timeout", seconds, f"ran past {timeout_seconds:g} s; raise timeout_seconds or --timeout")
-    if process.returncode:
+        status, error = "timeout", f"ran past {limit:g} s; raise timeout_seconds or --timeout"
+    elif process.returncode:
         log = (cell.output_dir / LOG).read_text(errors="replace")
-        return Ended("failed", seconds, cause(log) or f"exit status {process.returncode}")
-    if not finished(cell):
-        return Ended("failed", seconds, "ended without an error, but run.json or steps of metrics.jsonl are missing")
-    return Ended("done", seconds)
+        error = cause(log) or f"exit status {process.returncode}"
+    elif not finished(cell):
+        error = "ended without an error, but run.json or steps of metrics.jsonl are missing"
+    else:
+        status = "done"
+    return replace(record, status=status, error=error, seconds=round(seconds, 3), job_id=None)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -193,28 +178,25 @@ def submit(sweep: Sweep, cell: Cell, record: Record) -> Record:
     words = slurm_command(sweep, cell)
     per_node = min(cell.ranks, sweep.gpus_per_node)
     done = subprocess.run(words, capture_output=True, text=True, env=environment(per_node))
+    record = replace(record, command=shlex.join(words))
     job = re.search(r"Submitted batch job (\d+)", done.stdout)
     if done.returncode or job is None:
-        error = cause(done.stderr) or f"sbatch gave exit status {done.returncode}"
-        return replace(record, status="failed", error=error, command=as_typed(cell, words))
-    return replace(record, status="submitted", error=None, job_id=job[1], command=as_typed(cell, words))
+        return replace(record, status="failed", error=cause(done.stderr) or f"sbatch: exit status {done.returncode}")
+    return replace(record, status="submitted", error=None, job_id=job[1])
 
 
 def with_job_status(records: Mapping[str, Record]) -> dict[str, Record]:
     """Returns the records; a submitted cell has failed if Slurm no longer has its job."""
-    jobs = [record.job_id for record in records.values() if record.status == "submitted" and record.job_id]
-    squeue = shutil.which("squeue")
-    if not jobs or squeue is None:
+    submitted = [record for record in records.values() if record.status == "submitted"]
+    if not submitted or shutil.which("squeue") is None:
         return dict(records)
-    command = [squeue, "--noheader", "--me", "--format=%i"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(["squeue", "--noheader", "--me", "--format=%i"], capture_output=True, text=True)
+    alive = done.stdout.split()
     if done.returncode:  # Slurm does not answer: nothing is known
         return dict(records)
-    alive = set(done.stdout.split())
-
-    def follow(record: Record) -> Record:
-        if record.status != "submitted" or record.job_id in alive:
-            return record
-        return replace(record, status="failed", error=f"job {record.job_id} ended without all steps; see logs/")
-
-    return {name: follow(record) for name, record in records.items()}
+    gone = {
+        record.name: replace(record, status="failed", error=f"job {record.job_id} ended without all steps; see logs/")
+        for record in submitted
+        if record.job_id not in alive
+    }
+    return {**records, **gone}

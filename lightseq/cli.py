@@ -50,9 +50,7 @@ COMMANDS: Mapping[str, Command] = {
         "byte of a transfer. Takes the flags of training; without --data_path it uses synthetic data.",
         on_ranks=True,
     ),
-    "plan": Command(
-        "lightseq.tools.plan.command", "predicts memory and step time; with --attention, for one attention layer"
-    ),
+    "plan": Command("lightseq.tools.plan.command", "predicts memory and step time"),
     "recipes": Command("lightseq.tools.recipes", "lists recipes, which train --config finds by name, or prints one"),
     "evaluate": Command("lightseq.tools.evaluate.command", "measures loss by position, or retrieval", on_ranks=True),
     "generate": Command("lightseq.tools.generate", "continues prompts with a trained model"),

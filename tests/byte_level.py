@@ -16,8 +16,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from lightseq.data.batches import open_examples
 from lightseq.data.examples import WindowExamples
+from lightseq.data.open_examples import open_examples
 from lightseq.data.sources import ReadOptions
 from lightseq.data.tokenizer import PretrainedTokenizer, Tokenizer
 

@@ -15,7 +15,7 @@ import llama2
 import llama3
 from lightseq.cli import BOTH
 from lightseq.distributed.world import World
-from lightseq.training import command, train
+from lightseq.training import command, loop, train
 
 FAMILIES = {"llama2": llama2.FAMILY, "llama3": llama3.FAMILY}
 ENTRIES = {**FAMILIES, "any": BOTH}
@@ -38,6 +38,25 @@ def program(rank: int, family: str, words: str, restarts: int = 0, launch: str =
 def programs(rank: int, family: str, runs: list[str]) -> list[Ended]:
     """Runs programs one after the other on this rank."""
     return [program(rank, family, words) for words in runs]
+
+
+def described_programs(
+    rank: int, runs: list[str], describe: Callable[[torch.nn.Parameter], str]
+) -> list[tuple[Ended, dict[str, str]]]:
+    """Runs programs, and describes the parameters of each model before it trains."""
+    ends, seen = [], dict[str, str]()
+    run = loop.TrainingLoop.run
+
+    def looked(self: loop.TrainingLoop) -> None:
+        seen.update({name: describe(p) for name, p in self.trainer.model.named_parameters()})
+        run(self)
+
+    loop.TrainingLoop.run = looked  # type: ignore[method-assign]
+    for words in runs:
+        seen.clear()
+        ends.append((program(rank, "any", words), dict(seen)))
+    loop.TrainingLoop.run = run  # type: ignore[method-assign]
+    return ends
 
 
 def alone(words: str, family: str = "llama3") -> Ended:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from programs import Ended, program
+from programs import described_programs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -32,7 +32,6 @@ from lightseq.models import weights
 from lightseq.parts import adapter_files, adapters
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.tools.merged_weights import merge
-from lightseq.training import loop
 from lightseq.training.metrics import read_records
 
 peft = pytest.importorskip("peft")
@@ -52,21 +51,8 @@ OPTIONS = f"--use_rslora True --loraplus_lr_ratio 4 --lora_target_modules '{PATT
 FAR = """--rope_theta 30000 --rope_scaling '{"rope_type": "yarn", "factor": 4}'"""
 
 
-def programs(rank: int, runs: list[str]) -> list[tuple[Ended, dict[str, str]]]:
-    """Returns how each run ended, and the dtypes of its trained and frozen weights."""
-    ends, seen = [], dict[str, str]()
-    run = loop.TrainingLoop.run
-
-    def looked(self: loop.TrainingLoop) -> None:
-        parameters = self.trainer.model.named_parameters()
-        seen.update({n: f"{p.dtype} {p.requires_grad}" for n, p in parameters})
-        run(self)
-
-    loop.TrainingLoop.run = looked  # type: ignore[method-assign]
-    for words in runs:
-        seen.clear()
-        ends.append((program(rank, "any", words), dict(seen)))
-    return ends
+def dtype_of(parameter: torch.nn.Parameter) -> str:
+    return f"{parameter.dtype} {parameter.requires_grad}"
 
 
 def peft_losses(
@@ -111,7 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{common} --output_dir {folder}/options --max_steps {STEPS} {OPTIONS}",
         f"{common} --output_dir {folder}/bf16 --max_steps 1 --bf16",
     ]
-    for words, (end, seen) in zip(runs, spawn(2, programs, runs)[0], strict=True):
+    for words, (end, seen) in zip(runs, spawn(2, described_programs, runs, dtype_of)[0], strict=True):
         assert end.status == 0, f"{words}: {end.err}"
         (folder / "seen.json").write_text(json.dumps(seen))
         (folder / "said.txt").write_text(end.out)
@@ -185,7 +171,7 @@ def test_the_models_own_weights_are_frozen_in_the_dtype_that_computes(folder: Pa
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--lora_alpha 8", "--lora_alpha 8.0 needs adapters; add --lora_rank"),
+        ("--lora_alpha 8", "--lora_alpha 8 needs adapters; add --lora_rank"),
         ("--lora_rank 0", "--lora_rank 0: give at least 1"),
         ("--lora_rank 4 --deepspeed zero3.json", "does not run under --deepspeed"),
         ("--lora_rank 4 --bf16 --fp8 rowwise", "both replace the linear layers"),

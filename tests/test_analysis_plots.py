@@ -336,8 +336,7 @@ def test_a_wrong_figure_is_one_line_and_exit_2(
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_files_of_this_repository_name_a_sweep_and_its_settings(path: Path) -> None:
-    from launch.sweep_cells import expand
-    from launch.sweep_file import read_sweep
+    from launch.sweep_file import expand, read_sweep
 
     file = read_plots(path)
     sweep = read_sweep(ROOT / "launch" / "sweeps" / f"{path.stem}.yaml")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightseq.data.batches import BatchStream, open_examples
+from lightseq.data.batches import BatchStream
+from lightseq.data.open_examples import open_examples
 from lightseq.data.sources import ReadOptions
 from lightseq.utils.tensors import IGNORE_INDEX
 

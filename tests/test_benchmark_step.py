@@ -29,7 +29,8 @@ from benchmarks.step_peers.worker import prepare_of, stream_of
 from benchmarks.step_trials import Trial, setting_of, trials, write_inputs
 from lightseq.architecture.flops import model_flops
 from lightseq.architecture.inspection import inspect_architecture
-from lightseq.data.batches import BatchStream, open_examples
+from lightseq.data.batches import BatchStream
+from lightseq.data.open_examples import open_examples
 from lightseq.distributed.world import World
 from lightseq.kernels.attention.torch_native import CpuKernel
 from lightseq.parts.attention import layer_reaches

@@ -12,7 +12,7 @@ import yaml
 
 from lightseq.cli import COMMANDS
 from lightseq.cli import main as lightseq_main
-from lightseq.config.checks import CHOICES
+from lightseq.config.choices import CHOICES
 from lightseq.config.command_line import help_text, launcher_flags_in_file, launcher_flags_note, parse
 from lightseq.config.flag_names import FLAGS_OF_OTHER_PROGRAMS, REMEDIES
 from lightseq.config.train_config import TrainConfig, flag_types, warmup_steps
@@ -196,7 +196,7 @@ INSTEAD = {  # flags of other programs, and what to do instead
         ("--fp8 e5m2 --bf16", "--fp8 'e5m2' is unknown; choose from tensorwise, rowwise"),
         ("--fp8 rowwise", "--fp8 rowwise needs bfloat16, not float32; add --bf16"),
         ("--fp8 rowwise --fp16", "--fp8 rowwise needs bfloat16, not --fp16; add --bf16"),
-        ("--fp8_emulate", "--fp8_emulate needs --fp8; add it"),
+        ("--fp8_emulate", "--fp8_emulate True needs --fp8; add it"),
         ("--deepspeed ds.json --fsdp ''", "--deepspeed ds.json and --fsdp '' both shard the weights; give one"),
         (
             "--deepspeed ds.json --optim adamw_8bit",
@@ -224,7 +224,10 @@ INSTEAD = {  # flags of other programs, and what to do instead
         ("--fsdp 'full_shard offload'", "--fsdp offload is refused"),
         ("--fsdp sharded", "--fsdp 'sharded' is unknown"),
         ("--fsdp auto_wrap", "is unknown; choose from full_shard, hybrid_shard"),
-        ("--gradient_checkpointing True --remat none", "--gradient_checkpointing True means --remat attention"),
+        (
+            "--gradient_checkpointing True --remat none",
+            "--gradient_checkpointing True and --remat none contradict each other",
+        ),
         ("--eval_strategy steps", "--eval_strategy steps needs data; add --eval_fraction, or --eval_data_path"),
         ("--eval_steps 5", "--eval_steps 5 needs data; add --eval_fraction, or --eval_data_path"),
         (
@@ -285,7 +288,7 @@ INSTEAD = {  # flags of other programs, and what to do instead
         ("--rope_scaling [4]", "'[4]' is not a JSON object"),
         (
             "--packing best_fit --per_device_train_batch_size 2",
-            "needs batches of one sequence, not --per_device_train_batch_size 2; give 1, and raise --model_max_length",
+            "which needs batches of one sequence; give 1, and raise --model_max_length",
         ),
     ],
 )

@@ -17,8 +17,9 @@ from worlds import spawn
 
 from data_gen.__main__ import main as data_gen
 from lightseq.checkpoint import manifest
-from lightseq.data.batches import BatchStream, open_examples
+from lightseq.data.batches import BatchStream
 from lightseq.data.content import hash_content
+from lightseq.data.open_examples import open_examples
 from lightseq.data.packing import open_packed
 from lightseq.data.sources import ReadOptions
 from lightseq.data.token_directory import META, SHA256, TARGETS, TOKENS, write_token_directory

@@ -15,7 +15,7 @@ import pytest
 from data_gen.__main__ import main
 from data_gen.sources import SkippedTexts, expand_sources, read_texts
 from data_gen.synthetic import KINDS, Synthetic, draw_document, needle_depths
-from lightseq.data.batches import open_examples
+from lightseq.data.open_examples import open_examples
 from lightseq.data.token_directory import open_token_directory
 from lightseq.data.tokenizer import ByteTokenizer
 

@@ -26,7 +26,6 @@ from lightseq.models import weight_files, weights
 from lightseq.models.random_weights import initialize
 from lightseq.models.weights import materialize
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.plan import deepspeed_memory
 from lightseq.training import build
 from lightseq.training.deepspeed_engine import DeepSpeedEngine
 from lightseq.training.metrics import read_records
@@ -123,7 +122,6 @@ def holding_on_the_host(rank: int, files: Path, runs: list[str]) -> list[tuple[f
 
     build.DeepSpeedEngine = Kept  # type: ignore[misc]
     host_memory.host_memory = lambda: MemoryBytes(HOST_BYTES, HOST_BYTES)  # type: ignore[assignment]
-    deepspeed_memory.pinned_by_torch = lambda size: size  # type: ignore[assignment]  # as where nothing is pinned
     found = []
     for name in runs:
         line = words(files, name, f"{COMMON} --max_steps 1 --save_strategy no --deepspeed {files}/{name}.json")
@@ -319,7 +317,7 @@ def test_offload_leaves_room_for_deepspeed_in_host_memory(tmp_path: Path) -> Non
         write_settings(tmp_path, name)
     for ends in spawn(2, holding_on_the_host, tmp_path, runs):
         for left, held in ends:
-            assert held <= left * 1.001 and left <= 1.1 * held, (left, held)
+            assert held <= left * 1.001 and left <= 1.25 * held, (left, held)
 
 
 @pytest.mark.slow

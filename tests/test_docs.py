@@ -30,7 +30,7 @@ from pages import (
 )
 
 from lightseq.cli import COMMANDS, FOLDERS
-from lightseq.config.checks import CHOICES
+from lightseq.config.choices import CHOICES
 from lightseq.config.command_line import parse
 from lightseq.config.flag_names import FLAGS_OF_OTHER_PROGRAMS, REMEDIES
 from lightseq.distributed.rank_launcher import parse_launcher_flags

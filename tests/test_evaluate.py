@@ -21,8 +21,8 @@ from worlds import spawn
 
 from lightseq.cli import BOTH
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import open_examples
 from lightseq.data.load_tokenizer import load_tokenizer
+from lightseq.data.open_examples import open_examples
 from lightseq.data.sources import ReadOptions
 from lightseq.data.token_directory import write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from programs import Ended, program
+from programs import programs
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
@@ -212,10 +212,6 @@ def test_fp8_leaves_experts_and_routers() -> None:
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def programs(rank: int, runs: list[str]) -> list[Ended]:
-    return [program(rank, "any", words) for words in runs]
-
-
 def peft_losses(model: Any, data: list[list[int]]) -> list[float]:
     """Returns the losses of every step, by peft and plain torch."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2, weight_decay=0.0)
@@ -256,7 +252,7 @@ def test_runs_train_adapters_of_peft_and_save_them_for_peft(family: str, tmp_pat
         f"{common} --output_dir {tmp_path}/split --max_steps {STEPS} --expert_parallel_size 2",
         f"{common} --output_dir {tmp_path}/other --max_steps 1 --lora_rank 2",
     ]
-    *ends, refused = spawn(2, programs, runs)[0]
+    *ends, refused = spawn(2, programs, "any", runs)[0]
     assert [end.status for end in ends] == [0] * 4, [end.err for end in ends]
     assert refused.status == 2 and "has lora_rank 3, not 2; give --lora_rank 3" in refused.err
     found = [[x["loss"] for x in read_records(tmp_path / run / "metrics.jsonl")] for run in ("whole", "parts", "split")]

@@ -26,7 +26,7 @@ from lightseq.checkpoint.checkpoints import STATE, TRAINER_STATE, list_checkpoin
 from lightseq.checkpoint.manifest import describe, find_damage
 from lightseq.checkpoint.state_files import restore_rng
 from lightseq.checkpoint.tensor_index import read_index
-from lightseq.data.batches import open_examples
+from lightseq.data.open_examples import open_examples
 from lightseq.data.token_directory import write_token_directory
 from lightseq.models import weights
 from lightseq.parts import loss_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import slow_except
-from programs import Ended, program
+from programs import Ended, described_programs
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -30,7 +30,6 @@ from lightseq.parts.packed_base import check_four_bits, pack_layers
 from lightseq.tools.merged_base import find_base_weights
 from lightseq.tools.merged_weights import merge
 from lightseq.tools.pretrained import load_pretrained
-from lightseq.training import loop
 from lightseq.training.metrics import read_records
 
 peft = pytest.importorskip("peft")
@@ -72,22 +71,12 @@ def flags(folder: Path, output: str, model: str = "model", flags: str = FLAGS) -
     )
 
 
+def class_of(parameter: torch.nn.Parameter) -> str:
+    return type(local_part(parameter.detach())).__name__
+
+
 def programs(rank: int, runs: list[str]) -> list[tuple[Ended, dict[str, str]]]:
-    """Returns how each run ended, and the class of its parameters' memory."""
-    ends, seen = [], dict[str, str]()
-    run = loop.TrainingLoop.run
-
-    def looked(self: loop.TrainingLoop) -> None:
-        parameters = self.trainer.model.named_parameters()
-        seen.update({n: type(local_part(p.detach())).__name__ for n, p in parameters})
-        run(self)
-
-    loop.TrainingLoop.run = looked  # type: ignore[method-assign]
-    for words in runs:
-        seen.clear()
-        ends.append((program(rank, "any", words), dict(seen)))
-    loop.TrainingLoop.run = run  # type: ignore[method-assign]
-    return ends
+    return described_programs(rank, runs, class_of)
 
 
 def reference(folder: Path, model: str = "model") -> tuple[list[float], dict[str, Tensor]]:
@@ -96,7 +85,7 @@ def reference(folder: Path, model: str = "model") -> tuple[list[float], dict[str
     quantizes = {"quantization_config": config} if model == "model" else {}
     base = AutoModelForCausalLM.from_pretrained(folder / model, **quantizes, dtype=torch.float32)
     lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=list(LINEARS), task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(base, lora)
+    adapted = peft.get_peft_model(base, lora).train()  # else bitsandbytes multiplies in bfloat16 on some CPUs
     with torch.no_grad():
         adapters.initialize(adapted.base_model.model, 42)
     optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=1.0)

@@ -10,30 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from cases import slow_except
-from programs import Ended, program
+from packed_weights import bytes_of_run, check_copies, check_gathers
+from programs import programs
 from safetensors.torch import load_file, save_file
-from test_plan_weights import parsed, storages
+from test_plan_weights import parsed
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, PreTrainedConfig
 from worlds import spawn
 
 from benchmarks.tiny_models import tiny_config
 from lightseq.architecture.family import resolve
 from lightseq.cli import main as lightseq
-from lightseq.distributed.parallel_dims import parallel_dims, whole_tensor
-from lightseq.distributed.world import World
-from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
-from lightseq.models.decoder import decoder_layers
 from lightseq.models.fp8_blocks import BLOCK, Fp8Bytes
 from lightseq.models.packed import PackedWeight
 from lightseq.models.presets import LLAMA3
-from lightseq.parallelize import parallelize
 from lightseq.parts import adapters
 from lightseq.parts.adapters import add_adapters, lora_from_config
 from lightseq.parts.chosen_experts import build_to_train
@@ -207,28 +200,9 @@ def test_fsdp2_gathers_the_same_bits(world: int) -> None:
 
 
 def gathers(_rank: int) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     whole = [drawn(shape)[0] for shape in SHAPES]
-    for filled_later in (False, True):
-        linears = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in SHAPES))
-        for linear, weight in zip(linears, whole, strict=True):
-            linear.weight = nn.Parameter(weight.to("meta") if filled_later else weight.clone(), requires_grad=False)
-        fully_shard(linears, mesh=mesh, mp_policy=precision)
-        if filled_later:
-            linears._apply(lambda x: torch.empty_like(x, device="cpu"))
-            for linear, weight in zip(linears, whole, strict=True):
-                weights.fill(linear.weight, weight.__getitem__)
-        for linear, weight in zip(linears, whole, strict=True):
-            assert whole_tensor(linear.weight.detach()).equal(weight.dense())
-        for _ in range(2):
-            linears.unshard()
-            for linear, weight in zip(linears, whole, strict=True):
-                found = linear.weight
-                assert all(a.equal(b) for a, b in zip(found.raw.tensors, weight.raw.tensors, strict=True))
-                assert found.dtype == torch.bfloat16
-                assert found.dense().equal(weight.like(weight.raw, dtype=torch.bfloat16).dense())
-            linears.reshard()
+    check_gathers(whole)
+    check_gathers(whole, whole.__getitem__)
 
 
 @pytest.mark.compat
@@ -238,24 +212,7 @@ def test_fsdp2_gathers_and_frees_copies_of_host_memory(world: int) -> None:
 
 
 def gathers_copies(_rank: int) -> None:
-    sent = PackedWeight.fsdp_pre_all_gather
-
-    def copied(self: PackedWeight, mesh: Any) -> Any:  # FSDP2 copies shards to a GPU; a CPU is where they are
-        copy = self.clone()
-        copy.from_host = True
-        return sent(copy, mesh)
-
-    PackedWeight.fsdp_pre_all_gather = copied  # type: ignore[method-assign]
-    linear, (whole, _) = nn.Linear(200, 300, bias=False), drawn((300, 200))
-    linear.weight = nn.Parameter(whole.clone(), requires_grad=False)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(linear, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    for _ in range(3):
-        linear.unshard()
-        found = linear.weight.raw
-        assert all(a.equal(b) for a, b in zip(found.tensors, whole.raw.tensors, strict=True))
-        linear.reshard()
-        assert not found.codes.untyped_storage().nbytes()
+    check_copies(drawn((300, 200))[0])
 
 
 @pytest.mark.compat
@@ -289,10 +246,6 @@ def flags(folder: Path, model: str, output: str, more: str = "", steps: int = ST
     )
 
 
-def programs(rank: int, runs: list[str]) -> list[Ended]:
-    return [program(rank, "any", words) for words in runs]
-
-
 def results(output: Path) -> tuple[list[float], dict[str, Tensor]]:
     losses = [record["loss"] for record in read_records(output / "metrics.jsonl") if "loss" in record]
     return losses, load_file(output / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
@@ -304,7 +257,7 @@ def test_runs_train_as_the_same_numbers_in_32_bits_do(folder: Path, name: str, w
     given = [(name, outputs[0], ""), (f"{name}-dense", outputs[1], ""), (name, outputs[2], "--offload both")]
     given, outputs = (each if name == "llama" else each[:2] for each in (given, outputs))
     split = flags(folder, name, "split", "--expert_parallel_size 2")
-    *ends, refused = spawn(world, programs, [*(flags(folder, *each) for each in given), split])[0]
+    *ends, refused = spawn(world, programs, "any", [*(flags(folder, *each) for each in given), split])[0]
     assert refused.status == 2 and (name == "llama" or world == 1 or "does not run with --model" in refused.err)
     assert all(end.status == 0 for end in ends), [end.err for end in ends]
     assert "frozen linear layers in FP8 as stored" in ends[0].out
@@ -318,7 +271,9 @@ def test_runs_train_as_the_same_numbers_in_32_bits_do(folder: Path, name: str, w
 def trained(folder: Path, name: str) -> Path:
     """Returns a checkpoint in the middle of a run on one rank, which runs once."""
     if not (folder / f"for-{name}").exists():
-        ((end,),) = spawn(1, programs, [flags(folder, name, f"for-{name}", "--save_strategy steps --save_steps 1")])
+        ((end,),) = spawn(
+            1, programs, "any", [flags(folder, name, f"for-{name}", "--save_strategy steps --save_steps 1")]
+        )
         assert end.status == 0, end.err
     return folder / f"for-{name}" / f"checkpoint-{STEPS - 1}"
 
@@ -329,7 +284,7 @@ def test_a_run_resumes_on_fp8_only(folder: Path) -> None:
     assert json.loads((checkpoint / "adapter_four_bits.json").read_text())["form"] == "fp8"
     more = f"--resume_from_checkpoint {checkpoint}"
     words = [flags(folder, base, f"resumed-on-{base}", more) for base in ("llama-dense", "llama")]
-    ((refused, resumed),) = spawn(1, programs, words)
+    ((refused, resumed),) = spawn(1, programs, "any", words)
     why = "was trained with base weights in FP8 as their files store it, but this run has 16 or 32 bits"
     assert refused.status == 2 and why in refused.err, refused.err
     assert resumed.status == 0, resumed.err
@@ -372,30 +327,16 @@ def test_planned_bytes_are_those_of_a_run(folder: Path, name: str) -> None:
         source, config = resolve(LLAMA3, str(folder / name), False), parsed("--lora_rank 16")
         mark(source.config, "fp8", source.left_out)
         held = held_weights(source.config, config, lora_from_config(config, source.config), world)
-        found = spawn(world, bytes_of_run, folder / name)[0]
+        found = spawn(world, bytes_of, folder / name)[0]
         assert (held.total.stored, (held.layers[0] + held.experts[0]).gathered) == found
 
 
-def bytes_of_run(_rank: int, directory: Path) -> tuple[int, int]:
-    """Returns the bytes of this rank's shards, and those that gathering the first layer adds."""
-    world, device = dist.get_world_size(), torch.device("cpu")
-    config, dims = (
-        parsed("--lora_rank 16"),
-        parallel_dims(World(dist.get_rank(), world, dist.get_rank(), world, device)),
-    )
-    model = build_to_train(source := resolve(LLAMA3, str(directory), False).config)
+def bytes_of(_rank: int, directory: Path) -> tuple[int, int]:
+    config, source = parsed("--lora_rank 16"), resolve(LLAMA3, str(directory), False).config
+    model = build_to_train(source)
     add_adapters(model, lora_from_config(config, source), torch.bfloat16)
     pack_layers(model, directory)
-    parallel = parallelize(model, config, dims, MemorySettings())
-    weights.materialize(model, device, root=parallel.loss_model, dtype=torch.bfloat16)
-    layer: Any = decoder_layers(model)[0]
-    for module in (parallel.loss_model, layer):  # FSDP2 pads shards when it first gathers
-        module.unshard()
-        module.reshard()
-    shards = storages(model.parameters())
-    layer.unshard()
-    whole = storages(layer.parameters())
-    return sum(shards.values()), sum(size for at, size in whole.items() if at not in shards)
+    return bytes_of_run(model, config)
 
 
 @pytest.mark.parametrize(

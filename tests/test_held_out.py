@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightseq.data.batches import open_examples
 from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
 from lightseq.data.held_out import SelectedExamples, hold_out
+from lightseq.data.open_examples import open_examples
 from lightseq.data.packing import open_windows_to_pack, pack
 from lightseq.data.token_directory import write_token_directory
 

@@ -221,8 +221,6 @@ def test_a_length_has_an_upper_bound(text: str) -> None:
 COMMANDS = (
     *(f"plan --model_name_or_path tiny-llama3 --model_max_length 8K --gpus 8 --{name} {{}}" for name in
       ("gpus", "gpus_per_host", "host_cores", "model_max_length", "gpu_memory")),
-    *(f"plan --attention --output {{folder}}/x --{name} {{}}" for name in
-      ("gpus", "gpus_per_host", "length", "heads", "kv_heads", "head_dim")),
     *(f"schedule --schedule zigzag --ranks 2 --{name} {{}}" for name in ("ranks", "head_groups", "ulysses_size")),
     *(f"evaluate --task needle --model_name_or_path m --output_dir {{folder}}/o --{name} {{}}" for name in
       ("trials", "choices", "lengths")),
@@ -266,7 +264,7 @@ def test_pipes_in_the_place_of_outputs_and_adapters_do_not_block(tmp_path: Path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     as_pipe(tmp_path / "adapter_model.safetensors")
     merge = f"merge --adapter {tmp_path} --output_dir {tmp_path}/merged --model_name_or_path {tmp_path}"
-    for command in (f"{plan} --output {tmp_path}/out", f"plan --attention --output {tmp_path}/out", merge):
+    for command in (f"{plan} --output {tmp_path}/out", merge):
         end = captured(partial(cli.main, command.split()))
         assert end.status == 2 and end.err.startswith("error: ") and end.err.count("\n") == 1, end
 

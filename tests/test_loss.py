@@ -1,6 +1,8 @@
 """The chunked cross entropy against torch's: value and gradients for all kinds of chunks, labels and dtypes."""
 
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 
@@ -96,42 +98,53 @@ def test_a_frozen_head_or_frozen_hidden_states_are_left_alone() -> None:
     torch.testing.assert_close(alone, expected[1])
 
 
-def check_half_precision(inputs: tuple[Tensor, Tensor, Tensor], chunk_tokens: int) -> None:
+Computed = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, weight and labels
+
+
+def check_half_precision(
+    inputs: tuple[Tensor, Tensor, Tensor], computed: Computed, plain: Computed, upstream: Tensor
+) -> None:
     """Against float64 on the same, already rounded inputs."""
     hidden, weight, labels = inputs
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    want = plain(exact[0], exact[1], labels)
-    truth = [want.detach(), *torch.autograd.grad(want, exact)]
+    want = plain(*exact, labels)
+    truth = [want.detach(), *torch.autograd.grad(want, exact, upstream)]
 
-    def errors(loss: Tensor) -> list[float]:
-        assert loss.dtype == torch.float32
-        found = [loss.detach(), *torch.autograd.grad(loss * 0.3, (hidden, weight))]
-        return [((f / s - t).norm() / t.norm()).item() for f, t, s in zip(found, truth, (1, 0.3, 0.3), strict=True)]
+    def errors(found: Tensor) -> list[float]:
+        assert found.dtype == torch.float32
+        all_found = [found.detach(), *torch.autograd.grad(found, (hidden, weight), upstream.float())]
+        return [((f - t).norm() / t.norm()).item() for f, t in zip(all_found, truth, strict=True)]
 
-    ours, theirs = (
-        errors(cross_entropy_sum(hidden, weight, labels, chunk_tokens)),
-        errors(plain(hidden, weight, labels)),
-    )
-    for name, mine, plains in zip(("loss", "hidden", "weight"), ours, theirs, strict=True):
+    ours, theirs = errors(computed(*inputs)), errors(plain(*inputs))
+    for name, mine, plains in zip(("values", "hidden", "weight"), ours, theirs, strict=True):
         assert mine <= 2 * plains + 1e-6, f"{name}: error {mine:.1e}, plain {plains:.1e}"
+
+
+def check_half_precision_of_loss(inputs: tuple[Tensor, Tensor, Tensor], chunk_tokens: int) -> None:
+    upstream = torch.tensor(0.3, dtype=torch.float64, device=inputs[2].device)
+    check_half_precision(inputs, partial(cross_entropy_sum, chunk_tokens=chunk_tokens), plain, upstream)
+
+
+def inputs_on_gpu(dtype: torch.dtype, words: int) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(2, 300, 256, generator=g, device="cuda").to(dtype).requires_grad_()
+    weight = (torch.randn(words, 256, generator=g, device="cuda") / 8).to(dtype).requires_grad_()
+    labels = torch.randint(words, (2, 300), generator=g, device="cuda")
+    labels[:, ::3] = IGNORE_INDEX
+    return hidden, weight, labels
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 2048])
 def test_half_precision_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, chunk_tokens: int) -> None:
-    check_half_precision(inputs(dtype), chunk_tokens)
+    check_half_precision_of_loss(inputs(dtype), chunk_tokens)
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("words", [32000, 128256])
 def test_on_a_gpu_it_errs_at_most_twice_as_much_as_plain(dtype: torch.dtype, words: int) -> None:
-    g = torch.Generator("cuda").manual_seed(0)
-    hidden = torch.randn(2, 300, 256, generator=g, device="cuda").to(dtype).requires_grad_()
-    weight = (torch.randn(words, 256, generator=g, device="cuda") / 8).to(dtype).requires_grad_()
-    labels = torch.randint(words, (2, 300), generator=g, device="cuda")
-    labels[:, ::3] = IGNORE_INDEX
-    check_half_precision((hidden, weight, labels), 256)
+    check_half_precision_of_loss(inputs_on_gpu(dtype, words), 256)
 
 
 @pytest.mark.gpu(1)
@@ -148,15 +161,17 @@ def test_on_a_gpu_what_divides_the_sum_is_not_rounded_to_the_hidden_states_dtype
     assert torch.equal(mean, (whole.float() * factor).bfloat16())
 
 
-def test_the_gradient_of_the_weight_adds_up_over_many_chunks_in_float32() -> None:
+@pytest.mark.parametrize("log_probs", [False, True])
+def test_the_gradient_of_the_weight_adds_up_over_many_chunks_in_float32(log_probs: bool) -> None:
     """A bfloat16 sum of equal terms stands still after 256 of them."""
-    tokens = 1024
+    tokens, sign = 1024, -1 if log_probs else 1
     hidden = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
     weight = torch.zeros(WORDS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    cross_entropy_sum(hidden, weight, torch.zeros(tokens, dtype=torch.long), chunk_tokens=1).backward()
+    computed = token_log_probs if log_probs else cross_entropy_sum
+    computed(hidden, weight, torch.zeros(tokens, dtype=torch.long), chunk_tokens=1).sum().backward()
     assert weight.grad is not None
-    want = torch.full((WORDS, HIDDEN), tokens / WORDS)
-    want[0] -= tokens
+    want = torch.full((WORDS, HIDDEN), sign * tokens / WORDS)
+    want[0] -= sign * tokens
     torch.testing.assert_close(weight.grad.float(), want, rtol=2**-7, atol=0)
 
 
@@ -515,22 +530,8 @@ def test_token_metrics_without_any_label_or_gradient() -> None:
 def check_half_precision_log_probs(
     inputs: tuple[Tensor, Tensor, Tensor], chunk_tokens: int, temperature: float
 ) -> None:
-    """Against float64 on the same, already rounded inputs."""
-    hidden, weight, labels = inputs
-    given = upstream(labels)
-    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    want = plain_log_probs(exact[0], exact[1], labels, temperature)
-    truth = [want.detach(), *torch.autograd.grad(want, exact, given)]
-
-    def errors(found: Tensor) -> list[float]:
-        assert found.dtype == torch.float32
-        all_found = [found.detach(), *torch.autograd.grad(found, (hidden, weight), given.float())]
-        return [((f - t).norm() / t.norm()).item() for f, t in zip(all_found, truth, strict=True)]
-
-    ours = errors(token_log_probs(hidden, weight, labels, chunk_tokens, temperature))
-    theirs = errors(plain_log_probs(hidden, weight, labels, temperature))
-    for name, mine, plains in zip(("log-probs", "hidden", "weight"), ours, theirs, strict=True):
-        assert mine <= 2 * plains + 1e-6, f"{name}: error {mine:.1e}, plain {plains:.1e}"
+    ours = partial(token_log_probs, chunk_tokens=chunk_tokens, temperature=temperature)
+    check_half_precision(inputs, ours, partial(plain_log_probs, temperature=temperature), upstream(inputs[2]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -549,22 +550,14 @@ def test_half_precision_log_probs_err_at_most_twice_as_much_as_plain(
 def test_on_a_gpu_log_probs_err_at_most_twice_as_much_as_plain(
     dtype: torch.dtype, words: int, temperature: float
 ) -> None:
-    g = torch.Generator("cuda").manual_seed(0)
-    hidden = torch.randn(2, 300, 256, generator=g, device="cuda").to(dtype).requires_grad_()
-    weight = (torch.randn(words, 256, generator=g, device="cuda") / 8).to(dtype).requires_grad_()
-    labels = torch.randint(words, (2, 300), generator=g, device="cuda")
-    labels[:, ::3] = IGNORE_INDEX
-    check_half_precision_log_probs((hidden, weight, labels), 256, temperature)
+    check_half_precision_log_probs(inputs_on_gpu(dtype, words), 256, temperature)
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("words", [500, 128256])
 def test_on_a_gpu_token_metrics_equal_the_same_logits(dtype: torch.dtype, words: int) -> None:
-    g = torch.Generator("cuda").manual_seed(0)
-    hidden = torch.randn(2, 300, 256, generator=g, device="cuda").to(dtype).requires_grad_()
-    weight = (torch.randn(words, 256, generator=g, device="cuda") / 8).to(dtype).requires_grad_()
-    labels = torch.randint(words, (2, 300), generator=g, device="cuda")
+    hidden, weight, labels = inputs_on_gpu(dtype, words)
     labels[0, :50] = F.linear(hidden[0, :50], weight).argmax(-1)
     labels[:, ::3] = IGNORE_INDEX
     want = token_log_probs(hidden, weight, labels, 256, 1.25)
@@ -577,18 +570,6 @@ def test_on_a_gpu_token_metrics_equal_the_same_logits(dtype: torch.dtype, words:
         assert torch.equal(got.hits, hits) and got.hits.sum() >= 33
         for g, w in zip(torch.autograd.grad(got.log_probs.sum(), (hidden, weight)), expected, strict=True):
             assert (g - w).norm() <= 2e-2 * w.norm() if dtype is torch.bfloat16 else (g - w).norm() <= 1e-5 * w.norm()
-
-
-@pytest.mark.slow
-def test_the_gradient_of_log_probs_adds_up_over_many_chunks_in_float32() -> None:
-    tokens = 1024
-    hidden = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
-    weight = torch.zeros(WORDS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    token_log_probs(hidden, weight, torch.zeros(tokens, dtype=torch.long), chunk_tokens=1).sum().backward()
-    assert weight.grad is not None
-    want = torch.full((WORDS, HIDDEN), -tokens / WORDS)
-    want[0] += tokens
-    torch.testing.assert_close(weight.grad.float(), want, rtol=2**-7, atol=0)
 
 
 def test_under_autocast_log_probs_have_the_gradients_of_the_products_dtype() -> None:

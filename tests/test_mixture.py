@@ -10,10 +10,10 @@ import pytest
 from programs import alone
 from small import words, write_inputs
 
-from lightseq.data.batches import open_examples
 from lightseq.data.content import hash_content
 from lightseq.data.held_out import hold_out
 from lightseq.data.mixture import JoinedExamples, WeightedPath, mix, paths_of, weighted_paths
+from lightseq.data.open_examples import open_examples
 from lightseq.data.packing import open_windows_to_pack, pack
 from lightseq.training.metrics import read_records
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import slow_except
-from programs import Ended, program
+from programs import programs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
@@ -124,7 +124,7 @@ def test_experts_in_their_own_bytes_train_as_in_bfloat16(
     packed = f"{words} --load_in_4bit True"
     on, off = f"{packed} --output_dir {tmp_path}/on", f"{words} --output_dir {tmp_path}/off"
     runs = [f"{on} --max_steps 2", f"{off} --max_steps 3", f"{on} --max_steps 3 --resume_from_checkpoint True"]
-    ends = spawn(world, runs_of, runs)[0]
+    ends = spawn(world, programs, "any", runs)[0]
     assert all(end.status == 0 for end in ends), [end.err for end in ends]
     assert "frozen experts in MXFP4 as stored" in ends[0].out and "are read as bfloat16" in ends[1].out
     records = [read_records(tmp_path / name / "metrics.jsonl") for name in ("on", "off")]
@@ -140,10 +140,6 @@ def test_experts_in_their_own_bytes_train_as_in_bfloat16(
         planned.append(json.loads(capsys.readouterr().out)["parts"]["parameters"])
     elements = 2 * EXPERTS * 3 * HIDDEN * INTERMEDIATE
     assert planned[1] - planned[0] == elements * (2 - 17 / 32)
-
-
-def runs_of(rank: int, runs: list[str]) -> list[Ended]:
-    return [program(rank, "any", words) for words in runs]
 
 
 def test_only_experts_are_held_in_mxfp4(published: Path) -> None:
@@ -188,10 +184,6 @@ def test_an_adapter_is_merged_into_bfloat16(published: Path, tmp_path: Path) -> 
         torch.testing.assert_close(found[name], weight, rtol=2**-7, atol=2**-7), name
 
 
-def programs(rank: int, words: str) -> Ended:
-    return program(rank, "any", words)
-
-
 @pytest.mark.slow
 def test_a_run_starts_from_mxfp4_and_saves_bfloat16(published: Path, tmp_path: Path) -> None:
     data = np.random.default_rng(3).integers(3, 64, (1, 43)).tolist()
@@ -200,7 +192,7 @@ def test_a_run_starts_from_mxfp4_and_saves_bfloat16(published: Path, tmp_path: P
         f"--model_name_or_path {published}/packed --data_path {tmp_path}/data.pkl --model_max_length 43 --max_steps 1 "
         f"--output_dir {tmp_path}/out --learning_rate 0 --bf16"
     )
-    (ended, *_) = spawn(2, programs, words)
+    ((ended,), *_) = spawn(2, programs, "any", [words])
     assert ended.status == 0, ended.err
     assert "packed: weights in MXFP4 are read as bfloat16; checkpoints have no MXFP4\n" in ended.out
     saved = tmp_path / "out" / "checkpoint-1"

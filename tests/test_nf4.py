@@ -1,19 +1,16 @@
 """Weights in four bits: bitsandbytes' values, whole or gathered by FSDP2, read by operators and never saved dense."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from packed_weights import check_copies, check_gathers
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from worlds import spawn
 
-from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.kernels.grouped_products import grouped_product
-from lightseq.models import nf4, weights
+from lightseq.models import nf4
 from lightseq.models.nf4 import Nf4Bytes
 from lightseq.models.packed import PackedWeight
 
@@ -89,27 +86,10 @@ def test_fsdp2_gathers_the_same_bits(world: int) -> None:
 
 
 def gathers(_rank: int) -> None:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for filled_later, quantize in ((False, nf4.quantize), (True, nf4.quantize), (False, single)):
-        linears = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in SHAPES))
-        whole = [quantize(drawn(shape)) for shape in SHAPES]
-        for linear, weight in zip(linears, whole, strict=True):
-            linear.weight = nn.Parameter(weight.to("meta") if filled_later else weight, requires_grad=False)
-        fully_shard(linears, mesh=mesh, mp_policy=precision)
-        if filled_later:
-            linears._apply(lambda x: torch.empty_like(x, device="cpu"))
-            for linear, shape in zip(linears, SHAPES, strict=True):
-                weights.fill(linear.weight, drawn(shape).__getitem__)
-        for linear, weight in zip(linears, whole, strict=True):
-            assert whole_tensor(linear.weight.detach()).equal(weight.dense())
-        for _ in range(2):
-            linears.unshard()
-            for linear, weight in zip(linears, whole, strict=True):
-                found = linear.weight
-                assert all(a.equal(b) for a, b in zip(found.raw.tensors, weight.raw.tensors, strict=True))
-                assert found.dtype == torch.bfloat16 and found.dense().equal(weight.dense().bfloat16())
-            linears.reshard()
+    dense = [drawn(shape) for shape in SHAPES]
+    check_gathers([*map(nf4.quantize, dense)])
+    check_gathers([*map(nf4.quantize, dense)], dense.__getitem__)
+    check_gathers([*map(single, dense)])
 
 
 @pytest.mark.compat
@@ -119,25 +99,7 @@ def test_fsdp2_gathers_and_frees_copies_of_host_memory(world: int) -> None:
 
 
 def gathers_copies(_rank: int) -> None:
-    sent = PackedWeight.fsdp_pre_all_gather
-
-    def copied(self: PackedWeight, mesh: Any) -> Any:  # FSDP2 copies shards to a GPU; a CPU is where they are
-        copy = self.clone()
-        copy.from_host = True
-        return sent(copy, mesh)
-
-    PackedWeight.fsdp_pre_all_gather = copied  # type: ignore[method-assign]
-    linear, whole = nn.Linear(128, 300, bias=False), nf4.quantize(drawn((300, 128)))
-    linear.weight = nn.Parameter(whole, requires_grad=False)
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    fully_shard(linear, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    for _ in range(3):
-        linear.unshard()
-        found = linear.weight.raw
-        assert all(a.equal(b) for a, b in zip(found.tensors, whole.raw.tensors, strict=True))
-        linear.reshard()
-        assert not any(part.untyped_storage().nbytes() for part in (found.codes, found.scales))
-    assert whole_tensor(linear.weight.detach()).equal(whole.dense())
+    check_copies(nf4.quantize(drawn((300, 128))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

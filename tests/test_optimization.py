@@ -21,7 +21,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from worlds import spawn
 
 from benchmarks.tiny_models import plain_model, tiny_config
-from lightseq.config.checks import FOLLOW_A_METRIC, LR_SCHEDULES
+from lightseq.config.choices import FOLLOW_A_METRIC, LR_SCHEDULES
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import local_part, shard_groups
 from lightseq.distributed.world import World, use_host_cores

@@ -13,7 +13,7 @@ import pytest
 from programs import alone
 from transformers import LlamaConfig
 
-from lightseq.data.batches import open_examples
+from lightseq.data.open_examples import open_examples
 from lightseq.data.sequences import read_pickle
 from lightseq.data.sources import ReadOptions
 from lightseq.utils.pickles import load_plain

@@ -274,8 +274,10 @@ def test_layers_offload_into_what_deepspeed_leaves_of_the_host(
 
     taken = 16 * GIB - bytes_of("") / FREE_SHARE
     least = bytes_of_a_weight * total_parameters(model) / 4
-    # Beside these a buffer for the largest gradient. What torch pins takes up to twice as much.
-    assert least <= taken <= (2 if pins or "offload_param" in parts else 1.2) * least + 0.3 * GIB * bool(parts)
+    # Beside these a buffer for the largest gradient. What torch pins takes up to twice as much, and weights are there
+    # twice.
+    most = (1 + pins) * (2 if parts == ("offload_param",) else 1.1)
+    assert least <= taken <= most * least + 0.5 * GIB * bool(parts)
     assert bytes_of("--host_memory_budget 20") == 20 * GIB
 
 

@@ -1,15 +1,14 @@
 """Planned bytes of weights are those that a run stores, gathers and unpacks, in four bits and in sixteen."""
 
 import weakref
-from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import slow_except
+from packed_weights import bytes_of_run
 from test_plan_training import planned_run
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
@@ -20,13 +19,8 @@ from lightseq.architecture.family import preset_config
 from lightseq.architecture.meta_run import layer_inputs
 from lightseq.cli import BOTH, main
 from lightseq.config.command_line import parse
-from lightseq.distributed.parallel_dims import local_part, parallel_dims
-from lightseq.distributed.world import World
-from lightseq.memory.recomputation import MemorySettings
-from lightseq.models import weights
 from lightseq.models.decoder import decoder_layers
-from lightseq.models.packed import PackedWeight, plain_tensors
-from lightseq.parallelize import parallelize
+from lightseq.models.packed import PackedWeight
 from lightseq.parts.adapters import add_adapters, lora_from_config
 from lightseq.parts.changes import changes_of
 from lightseq.parts.chosen_experts import build_to_train
@@ -36,7 +30,6 @@ from lightseq.plan.breakdown import GIB
 from lightseq.plan.layer_costs import Treatment, layer_table
 from lightseq.plan.make_plan import can_fit, make_plan
 from lightseq.plan.plan import Plan
-from lightseq.plan.weight_time import memory_rate
 from lightseq.plan.weights import held_weights
 
 pytest.importorskip("bitsandbytes")
@@ -77,31 +70,15 @@ def test_planned_bytes_are_those_of_a_run(name: str, world: int) -> None:
 
 
 def bytes_of_runs(_rank: int, name: str) -> list[tuple[str, int, int]]:
-    """Returns the bytes of this rank's shards, and those that gathering the first layer adds."""
-    found, device, world = list[tuple[str, int, int]](), torch.device("cpu"), dist.get_world_size()
+    """Returns by flags the bytes of this rank's shards, and those that gathering the first layer adds."""
+    found = list[tuple[str, int, int]]()
     for flags in (IN_4_BITS, "--lora_rank 16", "--optim sgd"):
-        config, dims = parsed(flags), parallel_dims(World(dist.get_rank(), world, dist.get_rank(), world, device))
-        model = build_to_train(MODELS[name]())
+        config, model = parsed(flags), build_to_train(MODELS[name]())
         add_adapters(model, lora_from_config(config, MODELS[name]()), torch.bfloat16)
         if config.load_in_4bit:
             pack_layers(model)
-        parallel = parallelize(model, config, dims, MemorySettings())
-        weights.materialize(model, device, root=parallel.loss_model, dtype=torch.bfloat16)
-        layer: Any = decoder_layers(model)[0]
-        for module in (parallel.loss_model, layer):  # FSDP2 pads shards when it first gathers
-            module.unshard()
-            module.reshard()
-        shards = storages(model.parameters())
-        layer.unshard()
-        whole = storages(layer.parameters())
-        found.append((flags, sum(shards.values()), sum(size for at, size in whole.items() if at not in shards)))
+        found.append((flags, *bytes_of_run(model, config)))
     return found
-
-
-def storages(parameters: Iterable[Tensor]) -> dict[int, int]:
-    """Returns the sizes of storages by their addresses, but for scales of scales, which every rank holds."""
-    parts = [part for p in parameters for part in plain_tensors(local_part(p.detach()))]
-    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in parts}
 
 
 @pytest.mark.parametrize("tiled", [False, True])
@@ -143,14 +120,6 @@ def test_four_bits_take_a_quarter_of_the_memory_and_longer_sequences_fit() -> No
     for flags, fits in ((IN_4_BITS, True), ("--lora_rank 16", False)):
         run = f"--bf16 --model_max_length 96K --offload activations {flags}"
         assert can_fit(planned_run(LLAMA, run, 1, gpu=24 * GIB)) == fits
-
-
-def test_products_take_time_to_unpack_weights() -> None:
-    found = plan(f"{IN_4_BITS} --remat none --gradient_accumulation_steps 2")
-    seconds = found.seconds["weights: unpacked for products"]
-    moved = found.run.architecture.linears * (0.516 + 2 + 0.25)
-    assert seconds == pytest.approx(2 * 2 * moved / memory_rate(found.run), rel=1e-3)  # each way, each micro-batch
-    assert plan("--lora_rank 16").seconds["weights: unpacked for products"] == 0
 
 
 def test_weights_in_host_memory_leave_the_gpu_and_are_copied_in_their_own_bytes() -> None:

@@ -25,7 +25,7 @@ from lightseq.architecture.family import preset_config
 from lightseq.architecture.flops import total_parameters
 from lightseq.checkpoint.resume import ResumePoint, check_flags
 from lightseq.cli import BOTH
-from lightseq.config.checks import CHOICES
+from lightseq.config.choices import CHOICES
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import permutation
@@ -441,7 +441,7 @@ REFUSED_FLAGS = {
     "--packing none": "--objective dpo packs both answers of a pair into one row, but --packing is none; give best_fit",
     "--deepspeed zero.json": "--deepspeed zero.json does not work with --objective dpo; leave it out",
     "--lazy_preprocess True": "--lazy_preprocess True does not work with --objective dpo; leave it out",
-    "--lora_rank 4 --lora_adapter before": "--objective dpo compares with the base model without adapters, not with",
+    "--lora_rank 4 --lora_adapter before": "--lora_adapter before does not work with --objective dpo, which compares",
     "--beta 0": "--beta 0.0: give a number above 0",
     "--objective next_token --beta 0.2": "--beta 0.2 applies to --objective dpo, not next_token; leave it out",
     "--objective ppo": "--objective 'ppo' is unknown; choose from next_token, dpo",

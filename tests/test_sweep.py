@@ -17,7 +17,6 @@ import pytest
 from executables import write_python_program
 
 from launch.sweep import main
-from launch.sweep_estimate import check_device
 from launch.sweep_run import OF_ONE_RUN, cause, make_data
 from launch.sweep_run import environment as environment_of_cell
 from lightseq.distributed.rank_launcher import HostGPUs, gpus_here
@@ -31,7 +30,7 @@ import json, os, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from lightseq.config.command_line import parse
-place = next(i for i, word in enumerate(sys.argv) if word.endswith("/train.py"))
+place = next(i for i, word in enumerate(sys.argv) if word == "train")
 config = parse(sys.argv[place + 1 :], "stand-in")
 output = Path(config.output_dir)
 with (output.parent / "ran").open("a") as ran:
@@ -156,9 +155,7 @@ def test_a_sweep_goes_on_after_failures_and_runs_nothing_twice(sweep_dir: Path) 
     assert found["ranks-2_seed-2"]["seconds"] >= 4
     good = found["ranks-2_seed-4"]
     assert good["seconds"] > 0 and good["output_dir"] == str(sweep_dir / "out" / "ranks-2_seed-4")
-    assert good["flags"]["seed"] == "4" and good["command"].startswith(
-        "NPROC=2 launch/local.sh llama3 --model_name_or_"
-    )
+    assert good["flags"]["seed"] == "4" and good["command"].startswith("NPROC=2 launch/local.sh train --model_name_or_")
     assert not lives(int((sweep_dir / "out/ranks-2_seed-2/worker").read_text()))
     assert len(ran(sweep_dir)) == 4
 
@@ -226,12 +223,12 @@ def test_a_running_sweep_and_what_a_killed_one_left_are_not_disturbed(
     try:
         said, noted = log.read_text(), records(sweep_dir)
         beside = launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [5]}"))
-        assert beside.returncode == 2 and "out is in use by another call of launch/sweep.py" in beside.stderr
+        assert beside.returncode == 2 and "another call of launch/sweep.py runs" in beside.stderr
         assert listed(path)[0] == 0, "listing writes nothing"
         process.kill()
         process.communicate()
         again = launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [2, 5]}"))
-        assert again.returncode == 2 and "seed-2: processes of an earlier sweep still run" in again.stderr
+        assert again.returncode == 2 and "processes of an earlier sweep still run" in again.stderr
         assert len(again.stderr.splitlines()) == 1
         assert (log.read_text(), records(sweep_dir)) == (said, noted) and said
     finally:
@@ -241,25 +238,21 @@ def test_a_running_sweep_and_what_a_killed_one_left_are_not_disturbed(
     assert launch(sweep_dir, sweep(sweep_dir, "grid: {seed: [4, 5]}")).returncode == 0 and ran(sweep_dir) == ["seed-5"]
 
 
-def test_listing_runs_nothing_and_shows_status_and_times(
+def test_listing_runs_nothing_and_shows_the_status(
     sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]
 ) -> None:
     path = sweep(sweep_dir, "grid: {seed: [1, 4, 5]}")
     status, shown, _ = listed(path)
     assert status == 0 and ran(sweep_dir) == [] and not (sweep_dir / "out").exists()
-    assert "3 cells, 3 not done, about" in shown and "GFLOP/s of a CPU" in shown
+    assert "3 cells, 3 not done" in shown
     launch(sweep_dir, path, "--only", "seed-1", "--only", "seed-4")
     status, shown, _ = listed(path)
     assert status == 0
-    rows = [line.split()[:3] for line in shown.splitlines() if line.startswith(" ")]
-    assert [row for row in rows if row and row[0].isdecimal()] == [
-        ["1", "seed-1", "failed"],
-        ["2", "seed-4", "done"],
-        ["3", "seed-5", "pending"],
-    ]
+    rows = [line.split()[:3] for line in shown.splitlines() if line[:1].isdecimal()]
+    assert rows[:3] == [["1", "seed-1", "failed"], ["2", "seed-4", "done"], ["3", "seed-5", "pending"]]
     assert not [line for line in shown.splitlines() if line.endswith(" ")]
     assert "failed: seed-1: [rank0]: torch.OutOfMemoryError" in shown
-    assert "2 not done, about" in shown and "estimated from the cells that ran" in shown
+    assert "2 not done" in shown
 
 
 @pytest.mark.slow
@@ -303,9 +296,7 @@ def test_each_cell_is_submitted_once_and_followed(sweep_dir: Path, listed: Calla
     done = launch(sweep_dir, path, "--submit", JOBS=str(jobs))
     assert done.returncode == 0, done.stderr
     one, several = jobs.read_text().splitlines()
-    assert one.startswith(
-        "--job-name=ranks-1 --nodes=1 --gpus-per-node=1 --time=2 launch/slurm/one_node.sbatch llama3 "
-    )
+    assert one.startswith("--job-name=ranks-1 --nodes=1 --gpus-per-node=1 --time=2 launch/slurm/one_node.sbatch train ")
     assert several.startswith("--job-name=ranks-4 --nodes=2 --gpus-per-node=2 --time=2 launch/slurm/several_nodes.sba")
     assert [(r["status"], r["job_id"]) for r in records(sweep_dir).values()] == [("submitted", "1"), ("submitted", "2")]
 
@@ -364,9 +355,9 @@ def test_data_made_with_other_flags_is_refused(tmp_path: Path) -> None:
     make_data(flags)
     for key, word, said in (
         ("seed", "7", "seed 0 (not 7)"),
-        ("kind", "copy", "kind zipf (not copy)"),
+        ("kind", "copy", "source synthetic zipf (not synthetic copy)"),
         ("documents", "4", "documents 2 (not 4)"),
-        ("length", "9", "length 8 (not 9)"),
+        ("length", "9", "tokens 16 (not 18)"),
         ("vocab_size", "512", "vocab_size 16 (not 512)"),
     ):
         with pytest.raises(
@@ -377,7 +368,7 @@ def test_data_made_with_other_flags_is_refused(tmp_path: Path) -> None:
     meta.write_text('{"tokens": 16}')
     make_data({**flags, "seed": "7"})  # an older one, which does not say
     meta.write_text("[]")
-    with pytest.raises(ValueError, match=r"data: its meta.json cannot be read .*; give another output"):
+    with pytest.raises(ValueError, match=r"meta\.json is not a JSON object; give another output"):
         make_data(flags)
 
 
@@ -427,9 +418,3 @@ time.sleep(1)
 with (output.parent / "seen").open("a") as seen:
     print(json.dumps([os.environ.get("CUDA_VISIBLE_DEVICES"), begin, time.monotonic()]), file=seen)
 """
-
-
-def test_device_takes_short_and_full_names_of_known_gpus() -> None:
-    assert check_device("h100") == "H100" and check_device("NVIDIA H200") == "NVIDIA H200"
-    with pytest.raises(ValueError, match="--device h300 is unknown; give a GPU as h100"):
-        check_device("h300")

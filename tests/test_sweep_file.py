@@ -1,29 +1,17 @@
-"""Reading of sweep files: their cells, refusals, estimates and table."""
+"""Reading of sweep files: their cells and refusals."""
 
-import os
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from launch.sweep_cells import Cell, expand
-from launch.sweep_estimate import (
-    HOST_FLOPS_PER_SECOND,
-    HOST_START_SECONDS,
-    START_SECONDS,
-    Measured,
-    estimate,
-    step_flops,
-)
-from launch.sweep_file import read_sweep
-from launch.sweep_records import comparable, pending
+from launch.sweep_file import Cell, expand, read_sweep
+from launch.sweep_records import comparable
 from launch.sweep_run import slurm_command
-from launch.sweep_table import shown_seconds, table
 from lightseq.config.command_line import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = sorted((ROOT / "launch" / "sweeps").glob("*.yaml"))
-VOCABULARY = {"llama2": 32000, "llama3": 128256}
+VOCABULARY = {"llama2": 32000}  # others have 128256
 FIXED = "model: tiny-llama3, random_init: true, max_steps: 2, data_path: data/any"
 
 
@@ -86,25 +74,26 @@ def test_words_reach_the_flags_as_typed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("grid: {schedul: [ring]}", "grid.schedul: unknown setting; did you mean schedule?"),
-        ("gird: {schedule: [ring]}", "gird: unknown; did you mean grid?; keys are"),
+        ("grid: {schedul: [ring]}", "schedul-ring: unknown flag --schedul; did you mean --schedule?"),
+        ("gird: {schedule: [ring]}", "gird: unknown; keys are"),
         ("grid: {schedule: [ring], schedule: [zigzag]}", " line 2: schedule is given twice"),
         ("grid: {schedule: [ring}", " line 2: "),
         ("grid: [ring]", "grid: give `setting: value` lines"),
         ("grid: {ranks: 1}\ninclude: [{ranks: 2}, ring]", "include[1]: give `setting: value` lines"),
-        ("grid: {schedule: []}", "grid.schedule: give at least one value"),
-        ("grid: {schedule: [ring, ring]}", "grid.schedule: ring is listed twice"),
+        ("grid: {schedule: []}", "grid.schedule: give one value, or a list without repeats"),
+        ("grid: {schedule: [ring, ring]}", "grid.schedule: give one value, or a list without repeats"),
         (
             "grid: {rope_scaling: [{factor: 2}]}",
-            "grid.rope_scaling: {'factor': '2'} is not a single value; put JSON in",
+            "grid.rope_scaling: give one value, or a list without repeats; put JSON in quotes",
         ),
         ("grid: {output_dir: [a]}", "grid.output_dir: every cell gets its own"),
         ("grid: {model: [a-llama3], model_name_or_path: [b]}", "grid.model_name_or_path: model_name_or_path is given"),
-        ("grid: {model: [mistral]}", "model: the name mistral does not tell the family; add `family: llama2`"),
-        ("grid: {family: [llama4]}", "family: 'llama4' is unknown; choose from llama3, llama2"),
         ("grid: {ranks: [0]}", "ranks: '0' is not a number of processes"),
-        ("grid: {dtype: [int8]}", "dtype: 'int8' is unknown; choose from bfloat16"),
-        ("grid: {dtype: [float16], bf16: [true]}", "dtype: bf16 or fp16 is given too"),
+        ("grid: {dtype: [int8]}", "dtype: 'int8': give one of bfloat16"),
+        (
+            "grid: {dtype: [float16], bf16: [true]}",
+            "dtype: 'float16': give one of bfloat16, float16",
+        ),
         ("grid: {schedule: [ringg]}", "schedule-ringg: --schedule 'ringg' is unknown; choose from auto, ring"),
         ("grid: {batch: [0]}", "batch-0: --per_device_train_batch_size 0: give at least 1"),
         ("grid: {length: [4KB]}", "length-4KB: --model_max_length: 4KB is not a number of tokens"),
@@ -113,9 +102,8 @@ def test_words_reach_the_flags_as_typed(tmp_path: Path) -> None:
         ("grid: {ranks: [1]}\nexclude: [{ranks: 1}]", "grid: no cell is left"),
         ("", "grid: no cell is left; give settings in grid or include"),
         ("grid: {ranks: 1}\ntimeout_seconds: soon", "timeout_seconds: 'soon' is not a number above 0"),
-        ("grid: {ranks: 1}\ndata: {kind: zipf}", "data: documents is missing"),
-        ("grid: {ranks: 1}\ndata: {knd: zipf}", "data.knd: unknown; did you mean kind?"),
-        ("grid: {tokenizer: [a/b, a-b]}", "tokenizer-a-b: two cells have this name; they differ in tokenizer"),
+        ("grid: {ranks: 1}\ndata: {kind: zipf}", "data: give flags of data_gen synthetic, with output"),
+        ("grid: {tokenizer: [a/b, a-b]}", "tokenizer-a-b: two cells have this name"),
     ],
 )
 def test_a_mistake_is_one_line_with_file_and_key(text: str, said: str, tmp_path: Path) -> None:
@@ -126,7 +114,7 @@ def test_a_mistake_is_one_line_with_file_and_key(text: str, said: str, tmp_path:
 
 
 def test_a_list_among_the_fixed_settings_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"fixed\.ranks: is the same in every cell"):
+    with pytest.raises(ValueError, match=r"fixed\.ranks: give one value"):
         read_sweep(write(tmp_path, "fixed: {ranks: [1, 2]}"))
 
 
@@ -136,53 +124,13 @@ def test_the_trainer_takes_every_cell_of_the_shipped_sweeps(path: Path) -> None:
     cells = expand(sweep)
     assert len(cells) > 5
     for cell in cells:
-        config = parse(cell.words, f"{cell.family}/train.py")
+        config = parse(cell.words, "lightseq train")
         assert config.output_dir == str(cell.output_dir) and config.random_init and config.max_steps
         assert sweep.data is not None
         assert config.model_max_length <= int(sweep.data["length"]), "a document of the data is a whole sequence"
-        assert int(sweep.data["vocab_size"]) <= VOCABULARY[cell.family], "its ids are words of the model"
+        words = VOCABULARY.get(config.model_name[:6], 128256)
+        assert int(sweep.data["vocab_size"]) <= words, "its ids are words of the model"
         slurm_command(sweep, cell)
-
-
-def test_estimates_come_from_a_like_cell_then_from_the_device(tmp_path: Path) -> None:
-    cells = {c.name: c for c in cells_of(tmp_path, "grid: {length: [1K, 4K], ranks: [1, 2], remat: [none, full]}")}
-    like, unlike = (cells[f"length-1024_ranks-1_remat-{remat}"] for remat in ("none", "full"))
-    work = {cell.name: step_flops(cell) or 0 for cell in cells.values()}
-    ran = [Measured(like, work[like.name], 2.0, 5.0), Measured(unlike, work[unlike.name], 99.0, 5.0)]
-    for ranks in (1, 2):
-        longer = cells[f"length-4096_ranks-{ranks}_remat-none"]
-        growth = work[longer.name] / work[like.name] / ranks
-        assert 4 < growth * ranks < 16
-        assert estimate(longer, ran, None) == pytest.approx(5 + 2 * 2 * growth)
-
-    known, unknown = cells_of(tmp_path, "grid: {model: [llama3.2-1b, ./my-llama3], length: 32K, ranks: 4}")
-    flops = 2 * (step_flops(known) or 0)
-    assert estimate(known, [], "NVIDIA H100") == pytest.approx(START_SECONDS + flops / 4 / (0.4 * 989e12))
-    on_host = HOST_START_SECONDS + flops / HOST_FLOPS_PER_SECOND
-    assert estimate(known, [], None) == pytest.approx(on_host), "all ranks share its cores"
-    assert estimate(known, [], "an unknown GPU") is None and estimate(unknown, [], "NVIDIA H100") is None
-
-
-def test_times_are_shown_in_a_readable_unit() -> None:
-    shown = [shown_seconds(seconds) for seconds in (12, 5000, 9000, 172_799, 172_800, 7.3e8)]
-    assert shown == ["12 s", "83 min", "2.5 h", "48.0 h", "2 days", "8,449 days"]
-
-
-@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
-def test_the_table_shows_every_name_whole(width: int) -> None:
-    cells = [cell for path in SHIPPED for cell in expand(read_sweep(path))]
-    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(table(cells, {c.name: pending(c, "") for c in cells}, dict.fromkeys(names(cells), 7.3e8)))
-    lines = [line for line in console.export_text().splitlines() if line.strip()]
-    assert max(map(len, lines)) <= width
-    rows: list[list[str]] = []
-    for line in lines[2:]:  # after the titles and the rule
-        words = line.split()
-        if len(words) > 1:
-            rows.append(words)
-        else:  # a narrow terminal folds names
-            rows[-1][1] += words[0]
-    assert rows == [[str(number), cell.name, "pending", "~8,449", "days"] for number, cell in enumerate(cells, 1)]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +160,7 @@ def test_changes_apply_to_fixed_flags_data_and_sweep_keys(tmp_path: Path) -> Non
     changes = ["max_steps=9", "seed=7", "fsdp=", f"output_dir={tmp_path}", "timeout_seconds=5"]
     sweep = read_sweep(path, [*changes, "data.vocab_size=512", "data.length=2K", "data.output=data/b"])
     assert {(c.config.max_steps, c.config.seed, c.config.fsdp) for c in expand(sweep)} == {(9, 7, "")}
-    assert (sweep.output_dir, sweep.timeout_seconds) == (tmp_path, 5)
+    assert (sweep.output_dir, sweep.cell_seconds) == (tmp_path, 5)
     flags = {"kind": "zipf", "documents": "4", "length": "2048", "vocab_size": "512", "seed": "0", "output": "data/b"}
     assert sweep.data == flags
 
@@ -225,9 +173,8 @@ def test_changes_apply_to_fixed_flags_data_and_sweep_keys(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("sed=7", "--set sed=7: sed is not a setting; did you mean seed"),
-        ("foo=1", "--set foo=1: foo is not a setting; there are model, length, .* and the flags of llama3/train.py"),
-        ("resume_from_checkpoint=auto", "every cell gets its own resume_from_checkpoint; leave it out"),
+        ("sed=7", "unknown flag --sed; did you mean --seed"),
+        ("resume_from_checkpoint=auto", "resume_from_checkpoint: every cell gets its own; leave it out"),
         ("seed", "KEY=VALUE"),
         ("=7", "KEY=VALUE"),
         ("seed=[7", "neither a word"),

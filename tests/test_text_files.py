@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from data_gen.__main__ import main as data_gen
-from lightseq.data.batches import open_examples
 from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
+from lightseq.data.open_examples import open_examples
 from lightseq.data.packing import open_packed
 from lightseq.data.sources import ReadOptions
 

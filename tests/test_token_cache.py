@@ -25,9 +25,9 @@ from worlds import spawn
 from data_gen.__main__ import main as data_gen
 from lightseq.config.command_line import parse
 from lightseq.data import token_cache
-from lightseq.data.batches import open_examples
 from lightseq.data.examples import WindowExamples
 from lightseq.data.load_tokenizer import load_tokenizer
+from lightseq.data.open_examples import open_examples
 from lightseq.data.sources import ReadOptions, source_identity
 from lightseq.data.token_directory import write_token_directory
 from lightseq.data.tokenizer import ByteTokenizer, Tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightseq.data.batches import open_examples
+from lightseq.data.open_examples import open_examples
 from lightseq.data.token_directory import open_token_directory, write_token_directory
 from lightseq.utils.tensors import IGNORE_INDEX
 

@@ -55,13 +55,12 @@ def test_every_millisecond_counts_once_and_hidden_communication_apart() -> None:
     )
 
 
-def test_a_summary_has_times_kernels_and_transfers_per_step() -> None:
+def test_a_summary_has_times_and_transfers_per_step() -> None:
     found = json.loads(json.dumps(summary([*two_steps(), copy("PtoP", MIB, 0.5)])))
     assert (found["steps"], found["step_ms"]) == (2, 9.0)
     spent = {(each["kind"], each["phase"]): each["ms"] for each in found["spent"]}
     assert spent["attention, forward", "forward"] == 2 and spent["optimizer, norm, clip", "update"] == 4
     assert spent["collectives", "forward"] == 2, "the part that attention does not hide"
-    assert found["kernels"][0] == {"name": "FusedAdam", "ms": 4.0}
     (moved,) = found["moved"]
     assert moved["kind"] == "copies from another GPU" and (moved["calls"], moved["bytes"]) == (0.5, MIB / 2)
     assert moved["gb_per_second"] == pytest.approx(MIB / 0.5e-3 / 1e9)

@@ -24,8 +24,9 @@ from transformers import AutoConfig, LlamaConfig
 
 from benchmarks.step_peers.peer import SEED, Job, Peer, TrainerPeer, measure
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import BatchStream, open_examples
+from lightseq.data.batches import BatchStream
 from lightseq.data.examples import Examples
+from lightseq.data.open_examples import open_examples
 from lightseq.data.packing import open_packed
 from lightseq.distributed.start import init_distributed
 from lightseq.distributed.world import check_devices, use_host_cores

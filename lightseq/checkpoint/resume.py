@@ -22,7 +22,7 @@ from lightseq.checkpoint.checkpoints import (
     read_trainer_state,
     wait_until,
 )
-from lightseq.config.checks import ADAM_FLAGS
+from lightseq.config.choices import ADAM_FLAGS
 from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import from_rank_0, on_all_ranks

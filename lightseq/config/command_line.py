@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from lightseq.config.checks import CHOICES
+from lightseq.config.choices import CHOICES
 from lightseq.config.flag_names import FLAGS_OF_OTHER_PROGRAMS, OLDER_SPELLINGS, REMEDIES, normalize_flag
 from lightseq.config.flags import GROUPS
 from lightseq.config.lengths import length_flag

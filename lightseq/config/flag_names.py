@@ -83,6 +83,7 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
 REMEDIES: Final[Mapping[str, str]] = {
     theirs: remedy
     for remedy, names in {
+        "benchmarks/plan_attention.py of the repository plans one attention layer": "attention",
         "--push_to_hub True --hub_model_id NAME uploads a checkpoint when the run ends; leave it out": (
             "hub_strategy hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization"
         ),

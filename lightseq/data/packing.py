@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.batches import PADDING_WARNING_SHARE, open_examples
+from lightseq.data.batches import PADDING_WARNING_SHARE
 from lightseq.data.columns import PREFERENCE, PREFERENCES
 from lightseq.data.examples import Example, WindowExamples, window_counts, window_sizes
 from lightseq.data.held_out import SelectedExamples, documents_of_a_row
 from lightseq.data.mixture import JoinedExamples
+from lightseq.data.open_examples import open_examples
 from lightseq.data.preferences import DOCUMENTS_OF_A_PAIR
 from lightseq.data.prefix_groups import rows_that_begin_alike, tree_tokens, whole_rows
 from lightseq.data.sequences import SequenceExamples, open_pickle

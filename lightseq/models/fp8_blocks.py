@@ -36,7 +36,6 @@ class Fp8Bytes(PackedBytes):
 
     SHARDED = ("codes",)
     WORDS = "FP8"
-    UNPACKED = 2 * 2 + 3 * 4 / BLOCK  # codes are cast, then multiplied; a row of scales for each row of blocks
 
     def sizes(self, elements: int) -> tuple[int, ...]:
         return (elements,)

@@ -51,7 +51,6 @@ class Mxfp4Bytes(PackedBytes):
 
     SHARDED = ("codes", "scales")
     WORDS = "MXFP4"
-    UNPACKED = 22.0  # counted: halves of codes are shifted, joined, cast, scaled and transposed
 
     def sizes(self, elements: int) -> tuple[int, ...]:
         return elements // 2, elements // GROUP

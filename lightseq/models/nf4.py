@@ -29,7 +29,6 @@ class Nf4Bytes(PackedBytes):
 
     SHARDED = ("codes", "scales")
     WORDS = "four bits"
-    UNPACKED = 4 * 4 / BLOCK  # a float32 scale for 64 is written, shifted and read
 
     def sizes(self, elements: int) -> tuple[int, ...]:
         return elements // 2, scale_bytes(elements, len(self.nested) > 0)

@@ -18,7 +18,6 @@ class PackedBytes(ABC):
 
     SHARDED: ClassVar[tuple[str, ...]]  # tensors that FSDP2 shards, flat, all uint8; every rank holds the others whole
     WORDS: ClassVar[str]  # the format in error messages
-    UNPACKED: ClassVar[float]  # bytes an element that making it dense in 16 bits moves, beside codes and the dense form
 
     @abstractmethod
     def sizes(self, elements: int) -> tuple[int, ...]:

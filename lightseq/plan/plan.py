@@ -25,8 +25,7 @@ from lightseq.memory.placement import (
     place,
 )
 from lightseq.parts.facts import Layer
-from lightseq.plan.breakdown import GIB, Breakdown
-from lightseq.plan.deepspeed_memory import deepspeed_bytes_on_host
+from lightseq.plan.breakdown import GIB, Breakdown, moments_of
 from lightseq.plan.memory import (
     host_bytes,
     in_flight,
@@ -40,6 +39,7 @@ from lightseq.plan.rates import FORWARD_AND_BACKWARD, MARGIN, PROCESS_BYTES
 from lightseq.plan.run import PlannedRun
 from lightseq.plan.step_time import attention_seconds, layer_seconds, step_seconds
 from lightseq.plan.weight_time import host_link
+from lightseq.schedule.timing import FLOAT32_BYTES
 
 PLANNED_FLAGS: Final = (
     *("torch_compile", "remat", "layers_per_checkpoint", "tile_layers", "offload"),
@@ -254,3 +254,25 @@ def host_memory_for_layers(run: PlannedRun, world: World, deepspeed: DeepSpeedSe
         return budget * GIB
     state = deepspeed_bytes_on_host(run, deepspeed) if deepspeed else state_bytes_on_host(run)
     return host_bytes_for_layers(free_host_memory(world, share=1.0), state)
+
+
+def deepspeed_bytes_on_host(run: PlannedRun, settings: DeepSpeedSettings) -> float:
+    """Returns a bound of the bytes of a rank's host memory that DeepSpeed's offloading takes.
+
+    Follows DeepSpeed 0.19.8 (stage_1_and_2.py, stage3.py). Torch pins powers of two, so pinned memory counts twice.
+    """
+    weights, element, taken = run.local_parameters, run.itemsize, 0.0
+
+    def pinning(part: str) -> int:
+        return 2 if settings.settings["zero_optimization"][part].get("pin_memory", True) else 1
+
+    if settings.on_cpu("offload_optimizer"):
+        accumulates = settings.stage < 3 and run.config.gradient_accumulation_steps > 1
+        # Masters, gradients, and weights in the compute dtype or, with stage 3, gradients once more.
+        copies = 2 * FLOAT32_BYTES + (FLOAT32_BYTES if settings.stage == 3 else element * (1 + accumulates))
+        taken += (moments_of(run.config) * FLOAT32_BYTES + pinning("offload_optimizer") * copies) * weights
+        # A buffer for the largest gradient; accumulated ones may reach beyond the rank's part by one.
+        taken += (1 + accumulates) * FLOAT32_BYTES * max(run.architecture.sizes)
+    if settings.on_cpu("offload_param"):
+        taken += pinning("offload_param") * 2 * element * weights  # one buffer, and each weight once more
+    return taken

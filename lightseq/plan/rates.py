@@ -69,7 +69,6 @@ NETWORK_RATE = 45e9  # bytes per second to other hosts: 400 Gb/s per GPU, nine t
 HOST_LINK_SHARE = 0.6  # copies to and from pinned memory, fitted to the steps that tests/test_plan_steps.py reads
 # Traffic of element-wise kernels over their graph's, fitted to the same steps.
 ELEMENTWISE_TRAFFIC: Mapping[bool, float] = {False: 1.36, True: 1.0}
-NORM: Mapping[bool, int] = {False: 18, True: 2}  # elements of the hidden size that the forward pass of a norm moves
 TILED_MLP: Mapping[bool, int] = {False: 8, True: 12}  # elements of its width that an MLP over tiles moves (same steps)
 FORWARD_SHARE = 0.25  # of a layer's time; backward with recomputation takes three times as long (counted)
 FORWARD_AND_BACKWARD = (FORWARD_SHARE, 1 - FORWARD_SHARE)

@@ -25,7 +25,6 @@ from lightseq.plan.weight_time import (
     gather_seconds,
     host_link,
     memory_rate,
-    unpacked_bytes,
     weight_copies,
     weights_of_products,
 )
@@ -78,7 +77,6 @@ def _compute_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
         "adapters: joined to inputs and weights": _adapter_bytes(run) / memory_rate(run),
         "loss": logits * rates.LOGIT_PASSES / memory_rate(run),
         "weights: cast and copied": weight_copies(run) / memory_rate(run),
-        "weights: unpacked for products": unpacked_bytes(run) / memory_rate(run),
     }
 
 
@@ -210,9 +208,6 @@ def _elementwise_bytes_of(run: PlannedRun, layer: Layer) -> float:
     moved *= rates.ELEMENTWISE_TRAFFIC[compiled]
     if tiles_mlp(layer, run.config, run.tokens):  # a third is the forward pass, which a group repeats
         moved += rates.TILED_MLP[compiled] * layer.intermediate * run.itemsize * (4 / 3 if reruns else 1)
-    if run.head_slices > 1:  # norms forward, backward, and when a checkpoint runs a group of layers or attention again
-        passes = 2 + reruns + (run.config.remat_policy == "full")
-        moved += passes * (run.head_slices - 1) * rates.NORM[compiled] * layer.hidden * run.itemsize
     return moved + rates.FP8_CAST_BYTES[run.config.fp8] * (layer.linear_inputs + layer.linear_outputs)
 
 

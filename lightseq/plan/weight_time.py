@@ -20,12 +20,6 @@ def weights_of_products(run: PlannedRun) -> float:
     return weights * (ceil(run.tokens / TILE_TOKENS) if config.tiles_layers else 1)
 
 
-def unpacked_bytes(run: PlannedRun) -> float:
-    """Returns the bytes that a pass moves to make dense copies of weights for products."""
-    moved = run.weights.total.unpacked
-    return moved / run.architecture.linears * weights_of_products(run) if moved else 0.0
-
-
 def weight_copies(run: PlannedRun) -> float:
     """Returns the bytes that a pass moves to cast and copy weights that are gathered and gradients that are reduced."""
     held = run.weights.total

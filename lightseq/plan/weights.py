@@ -28,7 +28,6 @@ class Weights:
     fetched: int = 0  # ... and with shards in host memory
     trained: int = 0  # elements of those that get a gradient
     dense: int = 0  # before sharding, of the dense copies that operators read of packed weights
-    unpacked: int = 0  # read and written to make dense copies
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
@@ -115,8 +114,7 @@ def _weights_of(parameter: nn.Parameter, dtype: torch.dtype, is_sharded: bool, s
         gathered=(gathered := shards * _bytes(sent)),
         fetched=max(gathered, stored),  # one rank gathers nothing, and needs a copy of its shard
         trained=trained,
-        dense=(dense := weight.numel() * dtype.itemsize),
-        unpacked=_bytes(plain_tensors(weight)) + dense + int(weight.raw.UNPACKED * weight.numel()),
+        dense=weight.numel() * dtype.itemsize,
     )
 
 

@@ -36,7 +36,6 @@ KINDS: tuple[tuple[str, str], ...] = (
 )
 IDLE = "nothing runs"
 PHASES = ("forward", "backward", "update")
-MAX_KERNELS: Final = 60  # in a summary, the longest
 ON_HOST: Final = "host"  # the kind of all work of a CPU
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -46,7 +45,6 @@ class Span:
     """A kernel, copy or memset on the device, in microseconds."""
 
     kind: int  # its row of KINDS
-    name: str
     phase: str
     start: float
     end: float
@@ -60,8 +58,6 @@ class StepBreakdown:
     step_ms: float
     spent: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))  # by kind and phase
     hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by kind
-    launches: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by kind, in all steps
-    names: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by kernel
 
 
 def read_trace(path: Path) -> list[Mapping[str, Any]]:
@@ -84,10 +80,7 @@ def gpu_breakdown(events: Sequence[Mapping[str, Any]]) -> StepBreakdown:
     begin, end = spans[0].start, max(span.end for span in spans)
     breakdown = StepBreakdown(steps, (end - begin) / steps / 1e3)
     for span in spans:
-        ms = (span.end - span.start) / steps / 1e3
-        breakdown.launches[KINDS[span.kind][0]] += 1
-        breakdown.hidden[KINDS[span.kind][0]] += ms
-        breakdown.names[span.name] += ms
+        breakdown.hidden[KINDS[span.kind][0]] += (span.end - span.start) / steps / 1e3
     for us, busy, phase in busy_intervals(spans):
         kind = KINDS[busy.kind][0] if busy else IDLE
         breakdown.spent[kind, phase] += us / steps / 1e3
@@ -122,7 +115,7 @@ def device_spans(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], int]:
         i = bisect.bisect_right(starts, at) - 1
         return phases[i][2] if i >= 0 and at <= phases[i][1] else ""
 
-    spans = [Span(kind_of(e["name"]), e["name"], phase_of(e), e["ts"], e["ts"] + e["dur"]) for e in device]
+    spans = [Span(kind_of(e["name"]), phase_of(e), e["ts"], e["ts"] + e["dur"]) for e in device]
     return sorted(spans, key=lambda span: span.start), max(1, len(steps))
 
 
@@ -150,7 +143,7 @@ def busy_intervals(spans: Sequence[Span]) -> Iterable[tuple[float, Span | None, 
 
 
 def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Summarises a trace: milliseconds per step by kind and phase, longest kernels, bytes and GB/s of transfers.
+    """Summarises a trace: milliseconds per step by kind and phase, bytes and GB/s of transfers.
 
     A CPU trace gives only the phases.
     """
@@ -159,7 +152,6 @@ def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     except ValueError:
         breakdown = phase_breakdown(events)
     spent = [{"kind": kind, "phase": phase, "ms": ms} for (kind, phase), ms in breakdown.spent.items()]
-    longest = sorted(breakdown.names.items(), key=lambda item: -item[1])[:MAX_KERNELS]
     moved = [
         {
             "kind": name, "calls": len(kind.sizes) / breakdown.steps, "bytes": sum(kind.sizes) / breakdown.steps,
@@ -170,8 +162,7 @@ def summary(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "steps": breakdown.steps, "step_ms": breakdown.step_ms, "spent": spent, "hidden_ms": dict(breakdown.hidden),
-        "launches": {kind: count / breakdown.steps for kind, count in breakdown.launches.items()},
-        "kernels": [{"name": name, "ms": ms} for name, ms in longest], "moved": moved,
+        "moved": moved,
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from lightseq.schedule.traffic import count_traffic
 HEAD_GROUPS = (1, 2, 4, 8)
 MAX_SLOWDOWN = 0.002  # relative difference of a layer's time that the rates cannot resolve
 MAX_GATHERED_BYTES = 2**30  # gathered operands that a rank holds before more head groups are worth their time
+MAX_SEQUENCE_RANKS = 2048  # a schedule for this many ranks takes half a minute and 4 GB
 AUTO = "auto"
 
 

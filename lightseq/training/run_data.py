@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import BatchStream, open_examples, require_target
+from lightseq.data.batches import BatchStream
 from lightseq.data.column_flags import renamed_columns, split_columns
 from lightseq.data.examples import Examples
 from lightseq.data.held_out import hold_out
 from lightseq.data.mixture import WeightedPath, mix, paths_of, weighted_paths
+from lightseq.data.open_examples import open_examples, require_target
 from lightseq.data.packing import PackedExamples, open_windows_to_pack, pack
 from lightseq.data.sources import ReadOptions, holds_columns, holds_rows
 from lightseq.distributed.world import World

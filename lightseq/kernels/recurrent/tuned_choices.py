@@ -29,7 +29,7 @@ MODULES: Final = (
     "fla.ops.utils.solve_tril",
 )
 HEADS: Final = ("H", "HV")  # names in tuning keys: heads of queries and keys, of values
-FILES: Final[Mapping[tuple[int, int], str]] = {(9, 0): "hopper.json"}  # by compute capability
+FILES: Final = {(9, 0): "hopper.json"}  # by compute capability
 
 
 def autotuners() -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import BatchStream, require_target
+from lightseq.data.batches import BatchStream
+from lightseq.data.open_examples import require_target
 from lightseq.distributed.world import World
 from lightseq.objectives.next_token import POWERS, Bin, Perplexity, bin_starts, measure, perplexity
 from lightseq.tools.evaluate.options import Options

@@ -12,7 +12,6 @@ from lightseq.config.flag_names import normalize_flag
 from lightseq.config.parser import Parser, count_flag, print_error
 from lightseq.models.presets import ModelFamily
 from lightseq.plan.rates import CHIPS, DEFAULT_CORES
-from lightseq.tools.plan import attention
 from lightseq.utils.process import without_collection
 
 
@@ -22,8 +21,7 @@ def parser() -> argparse.ArgumentParser:
         usage="lightseq plan MODEL --model_max_length N --gpus N [--flag ...]",
         description="Predicts memory by category, step time by part, the placement of each layer's activations, and "
         "the longest length that fits. Takes the flags of training (lightseq train --help) and these; MODEL is the "
-        "value of --model_name_or_path. With --attention: one attention layer on clusters of different sizes (plan "
-        "--attention --help).",
+        "value of --model_name_or_path.",
         allow_abbrev=False,
     )
     out.add_argument("--gpus", type=count_flag, required=True, help="number of GPUs")
@@ -54,8 +52,6 @@ def split_flags(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(family: ModelFamily, words: Sequence[str]) -> int:
     """Runs `lightseq plan`. Returns 0 if the run fits, 1 if it does not, 2 on invalid input."""
-    if "--attention" in words:
-        return attention.main(words)
     try:
         own, training = split_flags(words)
         with without_collection():

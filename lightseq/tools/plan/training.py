@@ -32,7 +32,7 @@ from lightseq.plan.hardware import Hardware
 from lightseq.plan.make_plan import make_plan
 from lightseq.plan.rates import DEFAULT_CORES, MEASURED_ON, chip_named
 from lightseq.plan.run import PlannedRun
-from lightseq.tools.plan.attention import MAX_SEQUENCE_RANKS
+from lightseq.schedule.auto import MAX_SEQUENCE_RANKS
 from lightseq.tools.plan.report import record, tables
 from lightseq.training.find_teacher import check_vocabularies, teacher_source
 from lightseq.training.router_flags import make_routers

@@ -1,7 +1,5 @@
-"""Training sequences of verification, and the check that every token is on exactly one rank and in its position."""
+"""Training sequences of verification."""
 
-from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,13 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightseq.data.batches import BatchStream
-from lightseq.tools.verify.report import Row, all_gather_object, result_row
-from lightseq.training.trainer import Trainer
 from lightseq.utils.tensors import IGNORE_INDEX
 
 PROMPT, HOLES = 0.4, 0.1  # shares of a synthetic row with ignored labels: at the beginning, and anywhere
-
-Token = tuple[int, int, int]  # position, id, target
 
 
 class Document(NamedTuple):
@@ -61,44 +55,3 @@ def first_step(stream: BatchStream) -> list[list[Document]]:
         borders = pairwise(example.boundaries or (0, len(ids)))
         found.append([Document(ids[begin:end], targets[begin:end]) for begin, end in borders])
     return found
-
-
-def data_row(trainer: Trainer, sequences: Sequence[Sequence[Document]]) -> Row:
-    """Checks that every token of every sequence is on one rank, in its position and with its target."""
-    stream, dims, rows = trainer.inputs.stream, trainer.inputs.dims, trainer.config.per_device_train_batch_size
-    batches = [stream.batch(0, a, dims.data_rank) for a in range(trainer.config.gradient_accumulation_steps)]
-    everyone = all_gather_object([[x.cpu() for x in trainer.shard(batch)[:3]] for batch in batches])
-    wrong = []
-    for number, documents in enumerate(sequences):
-        batch, row = divmod(number, rows)
-        accumulation, data_rank = divmod(batch, dims.data_ranks)
-        ranks = everyone[data_rank * dims.sequence : (data_rank + 1) * dims.sequence]
-        held = [token for rank in ranks for token in _tokens(*(x[row] for x in rank[accumulation]))]
-        whole = documents if stream.packed else [documents[0].padded(stream.length)]
-        wanted = [token for ids, targets in whole for token in _tokens(ids, torch.arange(len(ids)), targets)]
-        wrong += [f"sequence {number}: {line}" for line in misplaced(held, wanted)]
-    targets = [sum(int((labels != IGNORE_INDEX).sum()) for _, _, labels in shards) for shards in everyone]
-    right = (
-        f"{len(sequences)} x {stream.length:,} tokens in the right positions, {min(targets):,} to {max(targets):,} "
-        "targets per rank"
-    )
-    figures = {"length": stream.length, "sequences": len(sequences), "targets_by_rank": targets}
-    return result_row("data", wrong, right, figures)
-
-
-def _tokens(ids: Tensor, positions: Tensor, targets: Tensor) -> list[Token]:
-    return list(zip(positions.tolist(), ids.tolist(), targets.tolist(), strict=True))
-
-
-def misplaced(held: Sequence[Token], wanted: Sequence[Token]) -> list[str]:
-    """Describes tokens of a sequence that no rank or two ranks hold, or that have a wrong position or target.
-
-    Ranks may hold more padding (id 0 without a target).
-    """
-    missing, extra = Counter(wanted) - Counter(held), Counter(held) - Counter(wanted)
-    lines = [f"{missing.total()} of {len(wanted)} tokens are on no rank"] if missing else []
-    if found := sorted(token for token in extra if token[1:] != (0, IGNORE_INDEX)):
-        position, token, target = found[0]
-        first = f"first: {token} with target {target} at position {position}"
-        lines.append(f"{len(found)} tokens have a wrong position or target, or are on two ranks ({first})")
-    return lines

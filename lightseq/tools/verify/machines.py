@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same flags, software and kind of device."""
+"""Check that all ranks have the same flags, software and kind of device."""
 
 from typing import Any
 
@@ -29,18 +29,14 @@ def software(device: torch.device) -> dict[str, str]:
     return {**versions(), **nccl, "source": source_digest()}
 
 
-def machine_rows(config: TrainConfig, device: torch.device) -> list[Row]:
-    """Returns the rows of flags, software and devices, in this order."""
+def machine_row(config: TrainConfig, device: torch.device) -> Row:
+    """Checks that all ranks have the same flags, software and kind of device."""
     here = machine(device)
     on_gpu = f"{here['device']} of {here['memory_bytes'] / GIB:,.0f} GiB"
     kind = on_gpu if device.type == "cuda" else f"CPU ({here['machine']})"  # hosts may differ in memory
-    everyone = all_gather_object((config.to_json(), software(device), {"device": kind}, here))
-    flags, packages, kinds, machines = (list(column) for column in zip(*everyone, strict=True))
+    flags = {f"--{name}": value for name, value in config.to_json().items()}
+    everyone = all_gather_object((flags | software(device) | {"device": kind}, here))
+    facts, machines = zip(*everyone, strict=True)
     free, hosts = min(x["free_bytes"] for x in machines) / GIB, {x["host"] for x in machines}
-    found = f"{len(machines)} x {kind}, {free:,.0f} GiB free, {plural(len(hosts), 'host')}"
-    shown = ", ".join(f"{name} {version}" for name, version in packages[0].items())
-    return [
-        result_row("flags", differences(flags), f"the same on {plural(len(flags), 'rank')}"),
-        result_row("software", differences(packages), shown, {"ranks": packages}),
-        result_row("devices", differences(kinds), found, {"ranks": machines}),
-    ]
+    found = f"{len(machines)} x {kind}, {free:,.0f} GiB free, {plural(len(hosts), 'host')}, the same flags and software"
+    return result_row("ranks", differences(facts), found, {"ranks": machines})
