@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from .drawing import (
     step_axis,
     subtitle,
 )
+from .metrics import METRICS, Metric
 from .output import GIB, format_number, number_table, output_dir, print_lines, print_tables
 from .records import print_notes
 from .runs import Run, column, describe, median, past_warmup, peak_memory, read_runs, smooth, versions
@@ -31,49 +32,15 @@ from .style import GREY, THIN, WIDE, looks
 RUNS_PER_TABLE = 3  # fits a narrow terminal
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A metric in its panel's unit. `name` labels it in panels with several metrics."""
-
-    key: str
-    scale: float = 1.0
-    dash: str = "-"
-    name: str = ""
-
-    def of(self, run: Run) -> np.ndarray:
-        return self.scale * run.column(self.key)
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Axes with the same metrics of every run."""
-
-    title: str
-    unit: str
-    curves: tuple[Curve, ...]
-
-    def is_known(self, runs: Sequence[Run]) -> bool:
-        return any(run.has(curve.key) for run in runs for curve in self.curves)
-
-
-THROUGHPUT = Panel("Throughput", "tokens per second, all ranks", (Curve("tokens_per_second"),))
-STEP_TIME = Panel("Step time", "seconds per step", (Curve("step_seconds"),))
-GPU_MEMORY = Panel(
-    "GPU memory",
-    "GiB per GPU, peak",
-    (
-        Curve("peak_memory_allocated_bytes", 1 / GIB, "-", "allocated by tensors"),
-        Curve("peak_memory_reserved_bytes", 1 / GIB, "--", "reserved by the allocator"),
-    ),
+PANELS = tuple(
+    METRICS[name]
+    for name in (
+        *("speed", "mfu", "model_tflops_per_gpu", "memory", "host_memory", "latency", "grad_norm", "learning_rate"),
+    )
 )
-HOST_MEMORY = Panel("Host memory", "GiB resident per process", (Curve("host_rss_bytes", 1 / GIB),))
-MFU = Panel(
-    "Model FLOPs utilization (MFU)", "% of the chip's dense peak (FP8 with --fp8, else bf16)", (Curve("mfu", 100.0),)
-)
-TFLOPS = Panel("Model FLOP/s", "model TFLOP/s per GPU (or CPU process)", (Curve("model_tflops_per_gpu"),))
-GRADIENT_NORM = Panel("Gradient norm", "before clipping", (Curve("grad_norm"),))
-LEARNING_RATE = Panel("Learning rate", "per step of the optimizer", (Curve("learning_rate"),))
-PANELS = (THROUGHPUT, MFU, TFLOPS, GPU_MEMORY, HOST_MEMORY, STEP_TIME, GRADIENT_NORM, LEARNING_RATE)
+THROUGHPUT, MFU, TFLOPS, GPU_MEMORY, HOST_MEMORY, STEP_TIME, *_ = PANELS
+RESERVED = replace(GPU_MEMORY, key="peak_memory_reserved_bytes")  # dashed, beside the allocated memory
+RESERVED_FORMS = {"-": "allocated by tensors", "--": "reserved by the allocator"}
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -123,13 +90,13 @@ def table_cells(run: Run) -> dict[str, str]:
 
 def figures(runs: Sequence[Run]) -> dict[str, Figure]:
     """Returns figures by file name. Shows MFU if a run has it, model FLOP/s if a run lacks MFU."""
-    memory = [panel for panel in (GPU_MEMORY, HOST_MEMORY) if panel.is_known(runs)] or [HOST_MEMORY]
+    memory = [metric for metric in (GPU_MEMORY, HOST_MEMORY) if any(run.has(metric.key) for run in runs)]
     has_mfu = [run.has("mfu") for run in runs]
     utilization = [MFU] * any(has_mfu) + [TFLOPS] * (not all(has_mfu))
     return {
         "loss": loss_figure(runs),
         "throughput": panel_figure(runs, [THROUGHPUT, STEP_TIME]),
-        "memory": panel_figure(runs, memory),
+        "memory": panel_figure(runs, memory or [HOST_MEMORY]),
         "mfu": panel_figure(runs, utilization),
     }
 
@@ -170,24 +137,25 @@ def losses(runs: Sequence[Run]) -> list[np.ndarray]:
     return [run.column("loss") for run in runs] + [column(run.evaluations, "eval_loss") for run in runs]
 
 
-def panel_figure(runs: Sequence[Run], panels: Sequence[Panel]) -> Figure:
+def panel_figure(runs: Sequence[Run], panels: Sequence[Metric]) -> Figure:
     figure = new_figure(8 if len(panels) == 1 else 11, 5)
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        draw_panel(axes, panel, runs)
-    named = [curve for panel in panels for curve in panel.curves if curve.name]
-    add_legends(figure, runs, [Line2D([], [], color=GREY, linestyle=c.dash, label=c.name) for c in named])
+    for axes, metric in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        draw_panel(axes, metric, runs)
+    forms = RESERVED_FORMS.items() if GPU_MEMORY in panels else ()
+    add_legends(figure, runs, [Line2D([], [], color=GREY, linestyle=dash, label=text) for dash, text in forms])
     return figure
 
 
-def draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
-    label_axes(axes, panel.title, panel.unit, runs)
-    if not panel.is_known(runs):
+def draw_panel(axes: Axes, metric: Metric, runs: Sequence[Run]) -> None:
+    label_axes(axes, metric.title, metric.unit, runs)
+    if not any(run.has(metric.key) for run in runs):
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY)
         return
+    drawn = {"-": metric} | ({"--": RESERVED} if metric is GPU_MEMORY else {})
     for run, look in styles(runs):
-        for curve in panel.curves:
-            draw_curve(axes, run.column("step"), curve.of(run), **{**look, "linestyle": curve.dash})
-    limit_to_usual(axes, [curve.of(run) for run in runs for curve in panel.curves])
+        for dash, each in drawn.items():
+            draw_curve(axes, run.column("step"), each.column(run), **{**look, "linestyle": dash})
+    limit_to_usual(axes, [each.column(run) for run in runs for each in drawn.values()])
 
 
 def styles(runs: Sequence[Run]) -> list[tuple[Run, dict[str, Any]]]:

@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFor
 
 from lightseq.config.lengths import format_tokens
 
-from .style import GREY, INK, PALE, WIDE
+from .style import BLUE, GREY, INK, WIDE
 
 SMALLEST_SPAN = 1e-3  # of the value; a loss that barely changes fills no axis with its last digits
 FEW = 20  # lines with at most this many points have markers
@@ -210,7 +210,7 @@ def draw_line(axes: Axes, points: Sequence[Point], label: str, **look: Any) -> N
 def draw_bars(axes: Axes, groups: Mapping[str, Mapping[str, Point]], shades: Mapping[str, str]) -> None:
     """Draws horizontal bars from the top down, each with its name at the left, below the heading of its group.
 
-    `shades` has the color of each name. A group without a heading is the only one.
+    `shades` has the colors of names. A group without a heading is the only one.
     """
     ticks: dict[float, str] = {}
     row = 0.0
@@ -221,7 +221,7 @@ def draw_bars(axes: Axes, groups: Mapping[str, Mapping[str, Point]], shades: Map
         for name, point in points.items():
             ticks[row] = name
             whiskers = {"xerr": ranges([point]), "capsize": 3, "ecolor": INK} if point.high > point.low else {}
-            bar = axes.barh(row, point.value, 0.8, color=shades.get(name, PALE), **whiskers)
+            bar = axes.barh(row, point.value, 0.8, color=shades.get(name, BLUE), **whiskers)
             axes.bar_label(bar, [three_digits(point.value)], padding=4, fontsize=9.5, color=GREY)
             axes.annotate(
                 point.note, (0, row), (4, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points",

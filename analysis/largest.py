@@ -1,23 +1,21 @@
 """Plot of the largest models that fit: `python3 -m analysis largest FILE...` reads benchmarks/largest.py records."""
 
-import textwrap
 from collections.abc import Iterable
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from lightseq.config.lengths import format_tokens
 
 from .benchmark import Benchmark, Measurements, group_by
-from .drawing import new_figure, subtitle
+from .drawing import Point, bars_figure, draw_bars, subtitle, value_axis
 from .output import GIB
 from .records import Record
 from .runs import hardware, versions
-from .style import BLUE, GREY
 
 SEARCHED = {"weights": "weights only", "training": "training steps"}
 STRATEGIES = {"all": "all dimensions grow", "n_layers": "only layers grow"}
 BILLION = 1e9
-LABEL_LETTERS = 32  # per line, beside a bar
 SEARCH_KEYS = ("what", "strategy", "tokens", "flags", "gpus", "gpu_memory")
 
 
@@ -56,30 +54,22 @@ class Limits(Measurements):
         return out
 
     def figure(self) -> Figure | None:
-        """Plots a bar per search: the size that fits, and in a pale color up to the next, which did not."""
+        """Plots a bar per search: the size that fits, with a whisker up to the next, which did not."""
         found = self.found
         if not found:
             return None
-        out = new_figure(9, 1.5 + 0.9 * len(found))
+        bars: dict[str, dict[str, Point]] = {}
+        for r in found:
+            size, above = r["parameters"] / BILLION, (r["too_many_parameters"] or r["parameters"]) / BILLION
+            peak = f", {r['peak_bytes'] / GIB:.0f} GiB each" if r["peak_bytes"] else ""
+            bars.setdefault(name(r), {})[f"{gpus(r)}{peak}"] = Point("", size, size, above)
+        out = bars_figure(bars)
         axes = out.subplots()
-        for place, r in enumerate(found):
-            size = r["parameters"] / BILLION
-            limit = (r["too_many_parameters"] or r["parameters"]) / BILLION
-            axes.barh(place, limit, 0.6, color=BLUE, alpha=0.25)
-            axes.barh(place, size, 0.6, color=BLUE)
-            peak = f"\n{r['peak_bytes'] / GIB:.0f} GiB per GPU" if r["peak_bytes"] else ""
-            beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "fontsize": 9.5, "color": GREY}
-            axes.annotate(f"{size:,.3g} billion{peak}", (limit, place), **beside)
-        labels = [textwrap.fill(f"{name(r)}, {gpus(r)}", LABEL_LETTERS, break_on_hyphens=False) for r in found]
-        axes.set_yticks(range(len(found)), labels)
-        axes.set_ylim(len(found) - 0.5, -0.5)
-        axes.set_xlim(0, 1.2 * axes.dataLim.x1)  # leaves room for the text beside the longest bar
-        axes.grid(visible=False, axis="y")
-        axes.set(
-            title="The largest model that fits", xlabel="parameters, billions; pale: up to the size that did not fit"
-        )
+        draw_bars(axes, bars, {})
+        value_axis(axes, np.array([each.high for points in bars.values() for each in points.values()]), False)
+        axes.set(title="The largest model that fits", xlabel="billions of parameters")
         infos = [{**r, "world_size": r["gpus"]} for r in found]
-        subtitle(out, hardware(infos), versions(infos))
+        subtitle(out, hardware(infos), versions(infos), "Whiskers: up to the next size, which did not fit")
         return out
 
 

@@ -14,12 +14,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from .drawing import label_lines, new_figure, save, subtitle
+from .metrics import METRICS, Metric, metric_of
 from .output import output_dir, print_lines
 from .plots_figure import (
-    HOST_MEMORY,
-    Metric,
     draw_steps,
-    metric_of,
     number_first,
     set_value_scale,
     setting_figure,
@@ -151,7 +149,7 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
     check_settings(plot, chosen)
     metric = metric_of(plot.metric)
     if plot.metric == "memory" and not any(run.has(metric.key) for run in chosen):
-        metric = HOST_MEMORY
+        metric = METRICS["host_memory"]
     chosen = drawable_runs(plot, metric, chosen)
     groups = group_runs(plot, chosen)
     infos = [run.info for run in chosen]

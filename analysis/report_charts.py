@@ -20,11 +20,11 @@ MOST_IN_LEGEND = 12  # runs; more are named by one setting
 
 def curves(runs: Sequence[Run], keys: Sequence[str]) -> go.Figure:
     """Returns a chart per metric with one legend, of runs or of a setting in `keys`. A click hides a line in all."""
-    panels = [panel for panel in PANELS if any(run.has(panel.curves[0].key) for run in runs)]
+    panels = [metric for metric in PANELS if any(run.has(metric.key) for run in runs)]
     if all(run.has("mfu") for run in runs):
         panels.remove(TFLOPS)
     rows = -(-(1 + len(panels)) // 2)
-    titles = ["Training loss", *(panel.title for panel in panels)]
+    titles = ["Training loss", *(metric.title for metric in panels)]
     out = make_subplots(rows, 2, subplot_titles=titles, vertical_spacing=0.3 / rows, shared_xaxes="all")
     names = legend_names(runs, keys)
     groups = list(dict.fromkeys(names))
@@ -61,13 +61,13 @@ def curves(runs: Sequence[Run], keys: Sequence[str]) -> go.Figure:
             x, y = column(run.evaluations, "step"), column(run.evaluations, "eval_loss")
             out.add_trace(go.Scatter(x=numbers(x), y=numbers(y), **diamonds), **first)
     out.update_yaxes(title_text="nats per token", range=span_of(losses(runs)), row=1, col=1)
-    for i, panel in enumerate(panels, 1):
-        at, curve = {"row": i // 2 + 1, "col": i % 2 + 1}, panel.curves[0]
+    for i, metric in enumerate(panels, 1):
+        at = {"row": i // 2 + 1, "col": i % 2 + 1}
         for run, name in zip(runs, names, strict=True):
-            if run.has(curve.key):
-                out.add_trace(line(run, name, curve.of(run), showlegend=False), **at)
-        top = usual_top([curve.of(run) for run in runs])
-        out.update_yaxes(title_text=panel.unit.partition(" (")[0], range=[0, top], **at)
+            if run.has(metric.key):
+                out.add_trace(line(run, name, metric.column(run), showlegend=False), **at)
+        top = usual_top([metric.column(run) for run in runs])
+        out.update_yaxes(title_text=metric.unit.partition(" (")[0], range=[0, top], **at)
     out.update_yaxes(nticks=MAX_TICKS, exponentformat="none", separatethousands=True)
     out.update_xaxes(title_text="training step", showticklabels=True, nticks=MAX_TICKS, ticklabelstandoff=4)
     lengths = [run.last_step for run in runs]
