@@ -1,14 +1,13 @@
 """Attention benchmark: `python3 -m analysis attention FILE...` plots TFLOP/s by length and prints a table."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from lightseq.config.lengths import format_tokens
 
-from .benchmark import Benchmark, LengthTable, group_by
+from .benchmark import CEILING, OURS, Benchmark, LengthTable, group_by, shades
 from .drawing import (
     Point,
     bars_figure,
@@ -21,24 +20,14 @@ from .drawing import (
     value_axis,
 )
 from .records import Record
-from .style import BLUE, GREEN, GREY, MARKERS, ORANGE, PALE, PINK, RED, SKY, WIDE
+from .style import GREY, THIN, WIDE, looks
 
-CEILING = "single-gpu"  # the kernel on one GPU, an upper bound for every implementation
-OURS = "lightseq"
 # Must be equal in one table.
 SETTING = ("heads", "kv_heads", "head_dim", "dtype", "batch", "world", "documents", "window", "device")
 KEYS = (
     *("implementation", "request", "kernel", "transport", "length", "skipped", "seconds_min", "seconds_median"),
     *("seconds_max", "tflops_per_gpu"),
 )
-# A color per family, a marker per line. lightseq has the widest lines; the ceiling is grey and dashed.
-FAMILY_COLORS: Mapping[str, str] = {
-    "ulysses": ORANGE,
-    "torch-cp": GREEN,
-    "ring-flash-attn": PINK,
-    "ringmaster": PALE,
-}
-OUR_COLORS = (BLUE, RED, SKY)
 RATE = "TFLOP/s per GPU, counting the causal half"
 
 
@@ -86,23 +75,25 @@ class AttentionTable(LengthTable):
         lines = self.by_label(self.measured)
         if not lines:
             return None
-        shades = {label: look["color"] for label, look in zip(lines, looks(lines.values()), strict=True)}
         if len(self.lengths) == 1:
             bars = {f"{format_tokens(self.lengths[0])} tokens": {key: point(mine[0]) for key, mine in lines.items()}}
             out = bars_figure(bars)
             axes = out.subplots()
             axes.set(xlabel=RATE)
-            draw_bars(axes, bars, shades)
+            draw_bars(axes, bars, shades(self.measured))
             value_axis(axes, np.array([r["tflops_per_gpu"] for r in self.measured]), may_be_logarithmic=False)
-            for label, (record, *_) in lines.items():
+            for record in self.measured:
                 if record["implementation"] == CEILING:
-                    axes.axvline(record["tflops_per_gpu"], color=shades[label], linestyle="--", linewidth=1.2, zorder=0)
+                    axes.axvline(record["tflops_per_gpu"], color=GREY, linestyle="--", linewidth=1.2, zorder=0)
         else:
             out = new_figure(8, 5)
             axes = out.subplots()
             axes.set(ylabel=RATE)
-            for (label, records), look in zip(lines.items(), looks(lines.values()), strict=True):
-                draw_line(axes, list(map(point, records)), label, **look)
+            for (label, records), look in zip(lines.items(), looks([[label] for label in lines]), strict=True):
+                if records[0]["implementation"] == CEILING:
+                    look |= {"color": GREY, "linestyle": "--"}
+                is_ours = records[0]["implementation"] == OURS
+                draw_line(axes, list(map(point, records)), label, **look, linewidth=WIDE if is_ours else THIN)
             axes.set_ylim(0)
             length_axis(axes, self.lengths)
             label_lines(axes)
@@ -151,24 +142,6 @@ def point(record: Record) -> Point:
     """Returns the median rate, and the rates of the slowest and the fastest repeat."""
     rate, median = record["tflops_per_gpu"], record["seconds_median"]
     return Point(record["length"], rate, rate * median / record["seconds_max"], rate * median / record["seconds_min"])
-
-
-def looks(lines: Iterable[Sequence[Record]]) -> list[dict[str, Any]]:
-    """Returns color, marker and width of each line by its family and its place in the family."""
-    counts: dict[str, int] = {}
-    out: list[dict[str, Any]] = []
-    for records in lines:
-        name = str(records[0]["implementation"])
-        family = next((family for family in FAMILY_COLORS if name.startswith(family)), name)
-        i = counts[family] = counts.get(family, -1) + 1
-        look = {"color": FAMILY_COLORS.get(family, PALE), "linewidth": 1.2, "zorder": 2}
-        if family == CEILING:
-            look |= {"color": GREY, "linestyle": "--"}
-        elif family == OURS:
-            look |= {"color": OUR_COLORS[i % len(OUR_COLORS)], "linewidth": WIDE, "zorder": 3}
-            i //= len(OUR_COLORS)
-        out.append({**look, "marker": MARKERS[i % len(MARKERS)]})
-    return out
 
 
 def number(value: float) -> str:

@@ -15,6 +15,11 @@ from lightseq.config.lengths import format_tokens
 from .drawing import save
 from .output import markdown_table, output_dir, print_lines
 from .records import Record, print_notes, read_each, read_lines
+from .style import BLUE, ORANGE, PALE
+
+OURS = "lightseq"
+BASELINE = "plain"  # of whole steps
+CEILING = "single-gpu"  # the attention kernel on one GPU, an upper bound for every implementation
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,12 @@ class LengthTable(Measurements):
             where = "everywhere" if is_everywhere else ", ".join(map(format_tokens, lengths))
             out.append(f"– {label}, {where}: {reason}")
         return out
+
+
+def shades(records: Iterable[Record]) -> dict[str, str]:
+    """Returns the color of each label's bars: lightseq, the reference that it is compared with, others."""
+    colors = {OURS: BLUE, BASELINE: ORANGE, CEILING: ORANGE}
+    return {r["label"]: colors.get(r["implementation"].removesuffix("-sft"), PALE) for r in records}
 
 
 def place(record: Record) -> str:

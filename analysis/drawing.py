@@ -216,7 +216,7 @@ def draw_bars(axes: Axes, groups: Mapping[str, Mapping[str, Point]], shades: Map
     row = 0.0
     for heading, points in groups.items():
         if heading:
-            ticks[row] = heading
+            axes.text(0.01, row + 0.1, heading, transform=axes.get_yaxis_transform(), va="center", fontweight="bold")
             row += 1
         for name, point in points.items():
             ticks[row] = name
@@ -230,8 +230,6 @@ def draw_bars(axes: Axes, groups: Mapping[str, Mapping[str, Point]], shades: Map
             row += 1
         row += 0.4
     axes.set_yticks(list(ticks), list(ticks.values()))
-    for label in axes.get_yticklabels():
-        label.set_fontweight("bold" if label.get_text() in groups else "normal")
     axes.set_ylim(row - 0.8, -0.7)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")

@@ -8,14 +8,11 @@ from matplotlib.figure import Figure
 
 from lightseq.config.lengths import format_tokens
 
-from .benchmark import Benchmark, LengthTable, group_by, place
+from .benchmark import BASELINE, Benchmark, LengthTable, group_by, place, shades
 from .drawing import Point, bars_figure, draw_bars, subtitle, value_axis
 from .output import GIB
 from .records import Record
-from .style import BLUE, ORANGE, PALE
 
-OURS = "lightseq"
-BASELINE = "plain"
 # Must be equal in one table.
 SETTING = ("model", "layers", "world", "packed_rows", "lora_rank", "dtype", "device")
 KEYS = (
@@ -100,7 +97,7 @@ class StepTable(LengthTable):
 
     def draw(self, axes: Axes, point: Callable[[Record], Point]) -> None:
         groups = self.bars(point)
-        draw_bars(axes, groups, {record["label"]: color_of(record["implementation"]) for record in self.records})
+        draw_bars(axes, groups, shades(self.records))
         values = np.array([each.value for points in groups.values() for each in points.values()])
         value_axis(axes, values[np.isfinite(values)], may_be_logarithmic=True)
 
@@ -130,12 +127,6 @@ def tables_of(records: Iterable[Record]) -> list[StepTable]:
         points = {(record["label"], record["length"]): record for record in found[key]}
         tables.append(StepTable(dict(zip(SETTING, key, strict=True)), sorted(points.values(), key=order)))
     return tables
-
-
-def color_of(implementation: str) -> str:
-    if implementation.startswith(OURS):
-        return BLUE
-    return ORANGE if implementation == BASELINE else PALE
 
 
 BENCHMARK = Benchmark(
