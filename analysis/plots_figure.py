@@ -84,6 +84,7 @@ def setting_figure(key: str, groups: Mapping[tuple[str, ...], Sequence[Point]]) 
 
 def setting_ticks(axes: Axes, places: Sequence[str]) -> None:
     """Puts a tick at each value, and its text where there is room beside the text before it."""
+    axes.autoscale_view()
     to_axes = axes.transScale + axes.transLimits
     texts, end = [], -1.0
     for place in places:

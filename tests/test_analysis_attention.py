@@ -65,9 +65,9 @@ def test_the_ceiling_is_first_and_then_the_fastest_at_the_longest_length(
         "Medians. Widest spread: 15.0% of the median (one GPU, fa4, 16K).",
         "– lightseq ring, 128K: out of memory",
         "",
-        str(file.parent / "attention.png"),
+        str(file.with_suffix(".png")),
     ]
-    assert (file.parent / "attention.png").read_bytes().startswith(b"\x89PNG")
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_picture_has_a_line_per_implementation_and_a_dashed_ceiling(file: Path) -> None:
@@ -112,7 +112,7 @@ def test_every_setting_has_its_own_table_and_the_ceiling_is_in_all(
     ]
     assert len([line for line in lines if line.startswith("| one GPU, fa4")]) == 2
     names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert "attention-kv_heads-32-world-4.png" in names and len(names) == 5
+    assert "a-kv_heads-32-world-4.png" in names and len(names) == 5
 
 
 def test_later_files_replace_points_and_several_are_drawn_into_a_shared_folder(
@@ -121,8 +121,8 @@ def test_later_files_replace_points_and_several_are_drawn_into_a_shared_folder(
     monkeypatch.chdir(tmp_path)
     again = write(tmp_path / "b.jsonl", [attention_point("lightseq", "ring", LENGTHS[1], 333.0)])
     lines = printed(capsys, file, again)
-    assert "| lightseq ring   | 240 |  333 |" in lines and lines[-1] == "outputs/compare/attention.png"
-    assert list(tmp_path.rglob("*.png")) == [tmp_path / "outputs" / "compare" / "attention.png"]
+    assert "| lightseq ring   | 240 |  333 |" in lines and lines[-1] == "outputs/figures/attention-a-b/attention.png"
+    assert list(tmp_path.rglob("*.png")) == [tmp_path / lines[-1]]
 
 
 def test_kernels_and_transports_are_named_if_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ def test_unreadable_lines_and_files_are_noted_and_the_others_are_drawn(
     out, err = capsys.readouterr()
     assert err.splitlines()[0].startswith(f"analysis: note: {file} lines 2, 3, 12 are left out: line 2 is not JSON")
     assert err.splitlines()[1].startswith(f"analysis: note: left out: {other} line 1 has no 'heads'")
-    assert out.splitlines()[-1] == str(file.with_name("attention.png")) and "| lightseq ring " in out
+    assert out.splitlines()[-1] == str(file.with_suffix(".png")) and "| lightseq ring " in out
 
 
 @pytest.mark.parametrize(

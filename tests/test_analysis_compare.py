@@ -115,7 +115,14 @@ def test_the_figure_has_losses_their_difference_and_throughput(tmp_path: Path) -
     assert apart.get_title(loc="right") == "largest +0.01 at step 20"
 
 
-def test_the_legend_names_both_runs_whole_above_the_axes(tmp_path: Path) -> None:
+def test_equal_losses_need_no_panel_for_their_difference(tmp_path: Path) -> None:
+    runs = pair(tmp_path)
+    losses, _ = figure(runs, loss_difference(runs)).axes
+    assert losses.get_title(loc="right") == "The losses are equal to the last bit at all 40 steps"
+    assert [line.get_linestyle() for line in losses.lines] == ["-", "--"], "A shows through B"
+
+
+def test_the_legend_names_both_runs_whole_below_the_axes(tmp_path: Path) -> None:
     names = ("scaling_factor-1_fused_attention-false_fsdp-full_shard", f"b_{'and_so_on_' * 12}end")
     directories = [write_run(tmp_path / name, [record(step) for step in STEPS], about()) for name in names]
     first, second = read_runs(directories, [])
@@ -125,4 +132,4 @@ def test_the_legend_names_both_runs_whole_above_the_axes(tmp_path: Path) -> None
     shown = ["".join(text.get_text().split()) for text in legend.get_texts()]
     assert shown == [f"{letter}{name}" for letter, name in zip("AB", names, strict=True)]
     box = legend.get_window_extent()
-    assert box.x1 <= out.bbox.x1 and box.y0 >= max(axes.bbox.y1 for axes in out.axes)
+    assert box.x1 <= out.bbox.x1 and box.y1 <= min(axes.bbox.y0 for axes in out.axes)

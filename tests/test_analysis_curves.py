@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 
 from analysis.__main__ import COMMANDS, REMOVED, main
 from analysis.curves import figures, loss_figure
-from analysis.drawing import COLORS, colors, plain_ticks, save
+from analysis.drawing import plain_ticks, save, spread
 from analysis.runs import Run, describe, labels, median, read_run, read_runs, smooth, warmup_records
+from analysis.style import looks
 
 PICTURES = ["loss.png", "throughput.png", "memory.png", "mfu.png"]
 
@@ -81,7 +82,8 @@ def test_pictures_of_several_runs_are_in_a_folder_of_their_own(
     assert main([*command, *map(str, runs)]) == 0
     names = ["compare.png"] if command else PICTURES
     shown = capsys.readouterr().out.splitlines()[-len(names) :]
-    assert shown == [f"outputs/compare/{name}" for name in names] and all(Path(name).is_file() for name in shown)
+    folder = f"outputs/figures/{'-'.join([*(command or ['curves']), 'first', 'second'])}"
+    assert shown == [f"{folder}/{name}" for name in names] and all(Path(name).is_file() for name in shown)
     assert not list(runs[0].glob("*.png")) and not list(runs[1].glob("*.png"))
 
 
@@ -191,9 +193,9 @@ def test_runs_of_the_same_name_are_labelled_with_their_parents() -> None:
 def test_a_choice_that_the_run_made_counts_before_the_flag(tmp_path: Path) -> None:
     config = {"model_name_or_path": "tiny-llama3", "model_max_length": 4096, "schedule": "auto", "kernel": None}
     write_run(tmp_path, [record(1)], {"config": config, "schedule": "zigzag", "world_size": 2})
-    assert describe(read_run(tmp_path, "run")) == "tiny-llama3, 4096 tokens, 2 ranks, schedule zigzag"
+    assert describe([read_run(tmp_path, "run").info]) == "tiny-llama3, 4K tokens, 2 ranks, schedule zigzag"
     write_run(tmp_path, [record(1)], {"world_size": 1})
-    assert describe(read_run(tmp_path, "run")) == "1 rank"
+    assert describe([read_run(tmp_path, "run").info]) == "1 rank"
 
 
 def test_medians_leave_the_warm_up_out() -> None:
@@ -289,17 +291,33 @@ def test_pictures_say_which_axes_are_logarithmic(tmp_path: Path) -> None:
     assert (axes.get_ylabel(), axes.get_xlabel()) == ("seconds (log scale)", "step")
 
 
-def test_every_run_has_its_own_color() -> None:
-    assert colors(3) == list(COLORS[:3]) and len(set(colors(20))) == 20
+def test_series_share_colors_by_the_setting_with_most_values() -> None:
+    series = [(kernel, size) for kernel in ("fa4", "cudnn") for size in "abcd"]
+    drawn = looks(series)
+    by_size = {
+        size: {look["color"] for (_, own), look in zip(series, drawn, strict=True) if own == size} for size in "abcd"
+    }
+    assert [len(colors) for colors in by_size.values()] == [1] * 4 and len(set.union(*by_size.values())) == 4
+    assert [look["linestyle"] for look in drawn] == ["-"] * 4 + ["--"] * 4
 
 
-def test_runs_that_coincide_show_beneath_each_other(tmp_path: Path) -> None:
-    runs = runs_of(*(make_run(tmp_path / f"run{i}", steps=5) for i in range(9)))
-    widths, *others = (
-        [line.get_linewidth() for line in axes.lines] for figure in figures(runs).values() for axes in figure.axes
-    )
-    assert all(other == widths for other in others), "a run has one style in every panel"
-    assert widths == sorted(set(widths), reverse=True) and len(widths) == 9 and widths[0] < 6
+@pytest.mark.parametrize("count", [1, 7, 8, 20, 36])
+def test_every_series_has_its_own_look(count: int) -> None:
+    drawn = looks([[str(i)] for i in range(count)])
+    assert len({tuple(look.values()) for look in drawn}) == count
+    assert len({look["color"] for look in drawn}) == min(count, 7)
+
+
+def test_runs_that_coincide_have_markers_on_different_steps(tmp_path: Path) -> None:
+    runs = runs_of(*(make_run(tmp_path / f"run{i}", steps=90) for i in range(3)))
+    for axes in (axes for figure in figures(runs).values() for axes in figure.axes):
+        marked = [set(line.get_markevery()) for line in axes.lines if line.get_marker() != "None"]
+        assert len(marked) == 3 and len(set.union(*marked)) == sum(map(len, marked)) >= 3 * 8
+
+
+def test_names_beside_lines_do_not_overlap() -> None:
+    assert spread([0.1, 0.11, 0.12, 0.9], 0.1) == pytest.approx([0.1, 0.2, 0.3, 0.9])
+    assert spread([0.97, 0.98, 1.0], 0.1) == pytest.approx([0.8, 0.9, 1.0])
 
 
 @pytest.mark.parametrize(

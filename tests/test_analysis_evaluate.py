@@ -35,7 +35,10 @@ def test_tables_have_a_row_a_bin_or_a_depth(
     loss, needle = write(tmp_path / "books", LOSS, BINS), write(tmp_path / "search", NEEDLE, CELLS)
     assert main(["evaluate", str(loss), str(needle)]) == 0
     said = capsys.readouterr()
-    assert said.err == "analysis: note: drawing 2 results into outputs/compare; --output DIR names another\n"
+    assert (
+        said.err
+        == "analysis: note: drawing 2 results into outputs/figures/evaluate-books-search; --output DIR names another\n"
+    )
     assert said.out.splitlines() == [
         "| perplexity at positions |  books |",
         "|-------------------------|-------:|",
@@ -51,11 +54,10 @@ def test_tables_have_a_row_a_bin_or_a_depth(
         "| 0%    |      1.00 |      0.75 |",
         "| 50%   |      0.25 |           |",
         "",
-        "outputs/compare/perplexity.png",
-        "outputs/compare/needle.png",
+        "outputs/figures/evaluate-books-search/perplexity.png",
+        "outputs/figures/evaluate-books-search/needle.png",
     ]
-    pictures = [tmp_path / "outputs" / "compare" / name for name in ("perplexity.png", "needle.png")]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    assert all(Path(name).read_bytes().startswith(b"\x89PNG") for name in said.out.splitlines()[-2:])
     assert not [*loss.glob("*.png"), *needle.glob("*.png")]
 
 

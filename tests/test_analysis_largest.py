@@ -30,14 +30,21 @@ def test_the_table_and_the_picture_say_what_fits_and_what_is_too_large(
     assert (file.parent / "largest.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bars_are_billions_of_parameters_up_to_the_next_size(file: Path) -> None:
+def test_bars_are_billions_of_parameters_with_whiskers_up_to_the_next_size(file: Path) -> None:
     (limits,) = BENCHMARK.group(BENCHMARK.read(file, []))
     picture = limits.figure()
     assert picture is not None
     (axes,) = picture.axes
-    assert [bar.get_width() for bar in axes.patches] == pytest.approx([82.426353152, 71.46803328, 11.0, 9.0])
-    assert [label.get_text().split()[-2:] for label in axes.get_yticklabels()] == [["1", "GPU"]] * 2
-    assert picture.get_suptitle() == "1 × NVIDIA H200, torch 2.11.0, commit 154d5c1"
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([71.46803328, 9.0])
+    ends = [bars.get_segments()[0][1][0] for bars in axes.collections]
+    assert ends == pytest.approx([82.426353152, 11.0])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1 GPU, 134 GiB each"] * 2
+    headings = [text.get_text() for text in axes.texts if text.get_fontweight() == "bold"]
+    assert headings == [
+        "weights only, all dimensions grow",
+        "training steps, all dimensions grow, 4K tokens, --remat full",
+    ]
+    assert picture.get_suptitle().splitlines()[:2] == ["1 × NVIDIA H200", "torch 2.11.0, commit 154d5c1"]
 
 
 def test_a_repeated_search_counts_as_it_ended_last_and_devices_stay_apart(

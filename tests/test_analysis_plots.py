@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.__main__ import main
+from analysis.metrics import METRICS
 from analysis.plots import figure, find_runs
-from analysis.plots_figure import METRICS
 from analysis.plots_file import read_plots
 from analysis.runs import median, read_run, short_commit
 
@@ -51,8 +51,11 @@ def axes_of(results: Path, spec: str) -> Axes:
     return axes
 
 
-def legend_of(drawn: Figure) -> list[str]:
-    return [text.get_text() for legend in drawn.legends for text in legend.get_texts()]
+def names_of(drawn: Figure) -> list[str]:
+    """The names beside the lines, from the top down, or of the bars."""
+    (axes,) = drawn.axes
+    beside = sorted((text for text in axes.texts if text.get_text()), key=lambda text: -text.get_position()[1])
+    return [text.get_text() for text in (axes.get_yticklabels() if axes.patches else beside)]
 
 
 def numbered_lines(axes: Axes) -> list[list[list[float]]]:
@@ -76,7 +79,7 @@ def plots(results: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tup
 
 def test_a_line_for_every_combination_of_the_series(results: Path) -> None:
     drawn = draw(results, "{metric: speed, x: length, series: [kernel, schedule]}")
-    assert sorted(legend_of(drawn)) == ["kernel cudnn", "kernel fa4"]
+    assert names_of(drawn) == ["kernel cudnn", "kernel fa4"]
     (axes,) = drawn.axes
     assert axes.get_xscale() == "log" and [t.get_text() for t in axes.get_xticklabels()] == ["4K", "8K", "64K"]
     for factor in (1.0, 2.0):
@@ -89,8 +92,8 @@ def test_a_line_for_every_combination_of_the_series(results: Path) -> None:
 )
 def test_bars_over_named_settings_show_the_value_of_each_run(results: Path, metric: str, value: float) -> None:
     axes = axes_of(results, f"{{metric: {metric}, x: kernel, {AT_8K}}}")
-    assert [bar.get_height() for bar in axes.patches] == pytest.approx([value, value])
-    assert [t.get_text() for t in axes.get_xticklabels()] == ["cudnn", "fa4"]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([value, value])
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["kernel cudnn", "kernel fa4"]
 
 
 def test_curves_over_steps_have_a_point_per_step(results: Path) -> None:
@@ -107,7 +110,7 @@ def test_weak_scaling_is_a_line_of_the_same_tokens_on_every_rank(tmp_path: Path)
     axes = axes_of(tmp_path, "{metric: speed, x: ranks, series: [model], where: {tokens_per_rank: 32768}}")
     assert [[1, 2, 4], [32769.0, 65538.0, 131076.0]] in numbered_lines(axes)
     strong = draw(tmp_path, "{metric: speed, x: ranks, series: [length]}")
-    assert legend_of(strong) == ["length 32K", "length 64K", "length 128K"]
+    assert names_of(strong) == ["128K tokens", "64K tokens", "32K tokens"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +139,7 @@ def test_training_time_of_an_unfinished_run_is_not_drawn(results: Path, capsys: 
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:4]) + "\n" + lines[4][:20])
     axes = axes_of(results, f"{{metric: time, x: kernel, {AT_8K}}}")
-    assert [t.get_text() for t in axes.get_xticklabels()] == ["cudnn"]
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["kernel cudnn"]
     err = plots(results, capsys)[2]
     assert "fa4-8192: only 4 of 12 steps exist; its training time is not drawn" in err
     assert "metrics.jsonl line 5 is cut off" in err
@@ -170,8 +173,8 @@ def test_profiled_steps_and_their_neighbours_do_not_count(tmp_path: Path, every:
 )
 def test_an_axis_is_logarithmic_if_values_spread_over_a_setting(results: Path, spec: str, scale: str) -> None:
     axes = axes_of(results, spec)
-    low, _ = axes.get_ylim()
-    assert axes.get_yscale() == scale and (low == 0) == (scale == "linear")
+    low, _ = axes.get_xlim() if axes.patches else axes.get_ylim()
+    assert (axes.get_xscale() if axes.patches else axes.get_yscale()) == scale and (low == 0) == (scale == "linear")
     if spec.endswith("length]}"):
         assert low == pytest.approx(4096 / 3)
 
@@ -183,17 +186,25 @@ def test_keys_are_drawn_in_the_unit_that_they_end_in(results: Path) -> None:
     units = {"sent": "GB per step, all ranks", "comm_bytes": "GB", "saving_seconds": "seconds"}
     for word, unit in units.items():
         axes = axes_of(results, f"{{metric: {word}, x: kernel, {AT_8K}}}")
-        assert axes.get_ylabel() == unit
-        assert [bar.get_height() for bar in axes.patches] == pytest.approx([2.0 if unit == "seconds" else 5.0] * 2)
+        assert axes.get_xlabel() == unit
+        assert [bar.get_width() for bar in axes.patches] == pytest.approx([2.0 if unit == "seconds" else 5.0] * 2)
 
 
 def test_a_figure_names_the_hardware_and_versions_that_all_its_runs_share(results: Path) -> None:
     spec = "{metric: speed, x: length, series: kernel}"
-    assert draw(results, spec).get_suptitle() == "2 × NVIDIA H200, torch 2.11.0, commit 0123abcd"
+    head = draw(results, spec).get_suptitle().splitlines()
+    assert head == [
+        "tiny-llama3, float32, 2 × NVIDIA H200, schedule zigzag, transport gloo",
+        "torch 2.11.0, commit 0123abcd",
+    ]
     write_run(results / "runs" / "b", [record(1)], about(world_size=4, commit=None, config={"model_max_length": 1024}))
-    assert draw(results, spec).get_suptitle() == "torch 2.11.0"
+    assert draw(results, spec).get_suptitle() == "tiny-llama3, float32, schedule zigzag, transport gloo\ntorch 2.11.0"
     only = draw(results, "{metric: speed, x: length, where: {length: 1024}}")
-    assert only.get_suptitle() == "CPU, 4 processes, torch 2.11.0"
+    assert only.get_suptitle().startswith("tiny-llama3, float32, CPU, 4 processes, schedule zigzag")
+    records = [record(step, tokens_per_second=float(step)) for step in range(1, 20)]
+    write_run(results / "runs" / "c", records, about(config={"model_max_length": 512}))
+    noisy = draw(results, "{metric: speed, x: length, where: {length: 512}}")
+    assert noisy.get_suptitle().endswith("\nMedians after the warm-up; whiskers from the lowest to the highest step")
     assert short_commit("0123456789abcdef") == "0123456789"
     assert short_commit("0123456789abcdef-changed") == "0123456789 (changed)"
 
@@ -218,11 +229,28 @@ def test_a_long_legend_leaves_room_for_the_axes_and_the_highest_point_is_below_t
     assert axes_of(tmp_path, "{metric: mfu, x: seed, series: fsdp}").get_ylim() == pytest.approx((0, 1.05 * 40.11))
 
 
+def test_curves_that_coincide_say_how_far_they_are_apart(tmp_path: Path) -> None:
+    for i, kernel in enumerate(("fa4", "cudnn")):
+        records = [record(step, loss=6.0 - 0.01 * step + 1e-5 * i) for step in range(1, 41)]
+        write_run(tmp_path / "runs" / kernel, records, about(kernel=kernel))
+    drawn = draw(tmp_path, "{metric: loss, x: step, series: kernel}")
+    assert drawn.axes[0].get_title(loc="right") == "2 curves: at most 1e-05 apart"
+    assert sorted(names_of(drawn)) == ["kernel cudnn", "kernel fa4"]
+
+
+def test_close_values_of_a_setting_leave_out_tick_labels(tmp_path: Path) -> None:
+    for rate in ("0.00316", "0.003162", "0.01"):
+        write_run(tmp_path / "runs" / rate, [record(1)], about(config={"learning_rate": float(rate)}))
+    axes = axes_of(tmp_path, "{metric: loss, x: learning_rate}")
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.00316", "", "0.01"]
+    assert axes.get_xlabel() == "learning rate"
+
+
 def test_an_empty_fsdp_is_called_ddp(tmp_path: Path) -> None:
     for fsdp in ("", "full_shard"):
         write_run(tmp_path / "runs" / f"b-{fsdp}", [record(1)], about(config={"fsdp": fsdp}))
     drawn = draw(tmp_path, "{metric: speed, x: length, series: fsdp}")
-    assert legend_of(drawn) == ["fsdp off (DDP)", "fsdp full_shard"]
+    assert sorted(names_of(drawn)) == ["DDP", "FSDP"]
 
 
 # ---- traced steps ---------------------------------------------------------------------------------------------------
@@ -283,11 +311,11 @@ def test_a_run_whose_choice_another_run_asked_for_has_a_line_of_its_own(tmp_path
                 {**info, "schedule": taken},
             )
     spec = "{metric: speed, x: length, series: [schedule, kernel]}"
-    assert legend_of(draw(tmp_path, spec)) == ["schedule auto", "schedule prefix", "schedule zigzag"]
+    assert sorted(names_of(draw(tmp_path, spec))) == ["schedule auto", "schedule prefix", "schedule zigzag"]
     shutil.rmtree(tmp_path / "runs" / "zigzag-4096")
     shutil.rmtree(tmp_path / "runs" / "zigzag-8192")
     shutil.rmtree(tmp_path / "runs" / "zigzag-65536")
-    assert legend_of(draw(tmp_path, spec)) == ["schedule prefix", "schedule zigzag"], "what auto chose"
+    assert sorted(names_of(draw(tmp_path, spec))) == ["schedule prefix", "schedule zigzag"], "what auto chose"
 
 
 # ---- the command and its files --------------------------------------------------------------------------------------
