@@ -27,6 +27,7 @@ from .benchmark import Benchmark
 from .curves import table_cells
 from .evaluate import needle_figure, needle_rows, perplexity_figure, position_rows
 from .output import GIB
+from .plots_file import short_name
 from .records import Record, print_notes
 from .report_charts import curves
 from .results import BENCHMARKS, CHECK_KEYS, Found, find
@@ -46,13 +47,16 @@ class Table:
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
 
-    def compact(self) -> "Table":
-        """Moves columns with the same value in all of several rows into a note."""
+    def compact(self, keep: Sequence[str] = ()) -> "Table":
+        """Moves columns with one known value in several rows into a note, except those in `keep`."""
         columns = list(zip(*self.rows, strict=True))
-        same = [column for column in columns if len(column) > 2 and len(set(column[1:])) == 1]
+        known = {
+            column: sorted({*column[1:]} - {""}) for column in columns if len(column) > 2 and column[0] not in keep
+        }
+        same = {column: values for column, values in known.items() if len(values) < 2}
         rows = list(zip(*(column for column in columns if column not in same), strict=True))
-        values = ", ".join(f"{column[0]} {column[1]}" for column in same if column[1])
-        return Table(rows, [*([f"The same in all rows: {values}."] if values else []), *self.notes])
+        text = "; ".join(f"{column[0]}: {values[0]}" for column, values in same.items() if values)
+        return Table(rows, [*([f"The same in all rows that know it: {text}."] if text else []), *self.notes])
 
     @property
     def numeric(self) -> list[bool]:
@@ -186,7 +190,8 @@ def sweep_section(name: str, cells: Sequence[Record], runs: Mapping[str, Run]) -
     flags = list(dict.fromkeys(flag for cell in cells for flag in cell["flags"]))
     varying = [flag for flag in flags if len({cell["flags"].get(flag) for cell in cells}) > 1 and flag != "output_dir"]
     measured = list(table_cells(next(iter(runs.values())))) if runs else []
-    rows = [[*([] if varying else ["cell"]), *varying, "status", "ranks", *measured, "seconds", "error"]]
+    headings = list(map(short_name, varying)) or ["cell"]
+    rows = [[*headings, "status", "ranks", *measured, "seconds", "error"]]
     for cell in cells:
         run, status = runs.get(cell["name"]), cell.get("status") or "not run"
         if run is None and status == "done":
@@ -196,7 +201,7 @@ def sweep_section(name: str, cells: Sequence[Record], runs: Mapping[str, Run]) -
         numbers = table_cells(run).values() if run else [""] * len(measured)
         seconds = None if cell.get("seconds") is None else f"{cell['seconds']:,.0f}"
         rows.append(words([*texts, status, cell.get("ranks"), *numbers, seconds, cell.get("error")]))
-    blocks: list[Block] = [Table(rows).compact()]
+    blocks: list[Block] = [Table(rows).compact(headings)]
     blocks += [curves(list(runs.values()), varying)] if runs else []
     blocks.append(Details("Commands", words(cell.get("command") for cell in cells)))
     return Section(f"Sweep: {name}", [*blocks, *map(run_details, list(runs.values())[:1])])
