@@ -210,7 +210,7 @@ def figure(runs: Pair, difference: LossDifference) -> Figure:
     step_axis(speed)
     if any(run.has("tokens_per_second") for run in runs):
         limit_to_usual(speed, [run.column("tokens_per_second") for run in runs])
-    legend_below(out)
+    legend_below(out, loss.lines)
     infos = [run.info for run in runs]
     subtitle(out, describe(infos), versions(infos))
     return out

@@ -27,20 +27,15 @@ from .metrics import METRICS, Metric
 from .output import GIB, format_number, number_table, output_dir, print_lines, print_tables
 from .records import print_notes
 from .runs import Run, column, describe, median, past_warmup, peak_memory, read_runs, smooth, versions
-from .style import GREY, THIN, WIDE, looks
+from .style import GREY, THIN, looks
 
 RUNS_PER_TABLE = 3  # fits a narrow terminal
 
 
-PANELS = tuple(
-    METRICS[name]
-    for name in (
-        *("speed", "mfu", "model_tflops_per_gpu", "memory", "host_memory", "latency", "grad_norm", "learning_rate"),
-    )
-)
+SHOWN = ("speed", "mfu", "model_tflops_per_gpu", "memory", "host_memory", "latency", "grad_norm", "learning_rate")
+PANELS = tuple(map(METRICS.__getitem__, SHOWN))
 THROUGHPUT, MFU, TFLOPS, GPU_MEMORY, HOST_MEMORY, STEP_TIME, *_ = PANELS
 RESERVED = replace(GPU_MEMORY, key="peak_memory_reserved_bytes")  # dashed, beside the allocated memory
-RESERVED_FORMS = {"-": "allocated by tensors", "--": "reserved by the allocator"}
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -120,15 +115,9 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
             axes.plot(*points, color=look["color"], zorder=3, **diamonds)
     axes.set_ylim(*span_of(losses(runs)))
     plain_ticks(axes.yaxis)
-    forms = []
-    if any(len(run.steps) > FEW for run in runs):
-        forms += [
-            Line2D([], [], color=GREY, linewidth=THIN, alpha=0.6, label="as logged"),
-            Line2D([], [], color=GREY, linewidth=WIDE, label="smoothed (running mean)"),
-        ]
-    if evaluates:
-        forms.append(Line2D([], [], color=GREY, label="held out (evaluation)", **diamonds))
-    add_legends(figure, runs, forms)
+    notes = ["Thin: as logged, thick: running mean"] if any(len(run.steps) > FEW for run in runs) else []
+    notes += ["Diamonds: held out (evaluation)"] if evaluates else []
+    add_legend(figure, runs, "; ".join(notes))
     return figure
 
 
@@ -141,8 +130,8 @@ def panel_figure(runs: Sequence[Run], panels: Sequence[Metric]) -> Figure:
     figure = new_figure(8 if len(panels) == 1 else 11, 5)
     for axes, metric in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw_panel(axes, metric, runs)
-    forms = RESERVED_FORMS.items() if GPU_MEMORY in panels else ()
-    add_legends(figure, runs, [Line2D([], [], color=GREY, linestyle=dash, label=text) for dash, text in forms])
+    is_memory = GPU_MEMORY in panels
+    add_legend(figure, runs, "Solid: allocated by tensors, dashed: reserved by the allocator" if is_memory else "")
     return figure
 
 
@@ -190,14 +179,12 @@ def usual_top(columns: Sequence[np.ndarray]) -> float:
     return float(top) if top > 0 else 1.0
 
 
-def add_legends(figure: Figure, runs: Sequence[Run], forms: Sequence[Line2D]) -> None:
-    """Adds legends of colors and line styles below the axes, and the runs' common setting above."""
-    lines = [
-        Line2D([], [], color=look["color"], marker=look["marker"], linestyle=look["linestyle"], label=run.label)
+def add_legend(figure: Figure, runs: Sequence[Run], note: str) -> None:
+    """Adds the runs below the axes, and what they have in common and a note above."""
+    handles = [
+        Line2D([], [], label=run.label, **{key: look[key] for key in ("color", "marker", "linestyle")})
         for run, look in styles(runs)
     ]
-    legend_below(figure, lines, share=0.6 if forms else 1.0)
-    if forms:
-        figure.legend(handles=forms, loc="outside lower right")
+    legend_below(figure, handles)
     infos = [run.info for run in runs]
-    subtitle(figure, describe(infos), versions(infos))
+    subtitle(figure, describe(infos), versions(infos), note)

@@ -61,13 +61,9 @@ def subtitle(figure: Figure, *texts: str) -> None:
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10.5, color=GREY)
 
 
-def legend_below(figure: Figure, handles: Sequence[Artist] | None = None, share: float = 1.0) -> None:
-    """Adds a legend below the axes, in as many columns as fit into a share of the width, and makes room for its rows.
-
-    The default are the handles of the first axes.
-    """
-    handles = handles or figure.axes[0].get_legend_handles_labels()[0]
-    letters = share * LETTERS_PER_INCH * figure.get_figwidth()
+def legend_below(figure: Figure, handles: Sequence[Artist]) -> None:
+    """Adds a legend below the axes, in as many columns as fit, and makes room for its rows."""
+    letters = LETTERS_PER_INCH * figure.get_figwidth()
     columns = max(1, int(letters / (8 + max(len(str(handle.get_label())) for handle in handles))))
     figure.set_figheight(figure.get_figheight() + 1.1 * LINE_INCHES * math.ceil(len(handles) / columns))
     figure.legend(handles=handles, loc="outside lower left", ncols=min(columns, len(handles)))
@@ -78,11 +74,14 @@ def label_lines(axes: Axes) -> None:
 
     The limits of the axes have to be final.
     """
-    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    known = {line: np.isfinite(line.get_xydata()).all(axis=1) for line in axes.lines}
+    lines = [line for line in axes.lines if known[line].any() and not str(line.get_label()).startswith("_")]
     figure = axes.figure
-    figure.set_figwidth(figure.get_figwidth() + max(len(str(line.get_label())) for line in lines) / LETTERS_PER_INCH)
+    figure.set_figwidth(
+        figure.get_figwidth() + max((len(str(line.get_label())) for line in lines), default=0) / LETTERS_PER_INCH
+    )
     figure.set_figheight(max(figure.get_figheight(), 2.0 + LINE_INCHES * len(lines)))
-    ends = {line: line.get_xydata()[np.isfinite(line.get_xydata()).all(axis=1)][-1] for line in lines}
+    ends = {line: line.get_xydata()[known[line]][-1] for line in lines}
     to_axes = axes.transScale + axes.transLimits
     heights = {line: float(np.clip(to_axes.transform(end)[1], 0, 1)) for line, end in ends.items()}
     in_order = sorted(lines, key=heights.__getitem__)
@@ -91,14 +90,7 @@ def label_lines(axes: Axes) -> None:
         look = {key: getattr(line, f"get_{key}")() for key in ("color", "marker", "linestyle", "linewidth")}
         figure.add_artist(Line2D([1.03, 1.055, 1.08], [place] * 3, markevery=[1], transform=axes.transAxes, **look))
         if to_axes.transform(ends[line])[0] > NEAR_EDGE:
-            leader = {
-                "arrowstyle": "-",
-                "color": line.get_color(),
-                "linewidth": 0.8,
-                "alpha": 0.5,
-                "shrinkA": 0,
-                "shrinkB": 3,
-            }
+            leader = {"arrowstyle": "-", "color": line.get_color(), "alpha": 0.5, "shrinkA": 0, "shrinkB": 3}
             ends_at = {"xycoords": "data", "textcoords": "axes fraction", "annotation_clip": False}
             axes.annotate("", ends[line], (1.03, place), **ends_at, arrowprops=leader)
         axes.text(1.09, place, str(line.get_label()), transform=axes.transAxes, va="center", fontsize=10)
@@ -213,20 +205,17 @@ def draw_bars(axes: Axes, groups: Mapping[str, Mapping[str, Point]], shades: Map
     `shades` has the colors of names. A group without a heading is the only one.
     """
     ticks: dict[float, str] = {}
-    row = 0.0
+    row, beside = 0.0, axes.get_yaxis_transform()
     for heading, points in groups.items():
         if heading:
-            axes.text(0.01, row + 0.1, heading, transform=axes.get_yaxis_transform(), va="center", fontweight="bold")
+            axes.text(0.01, row + 0.1, heading, transform=beside, va="center", fontweight="bold")
             row += 1
         for name, point in points.items():
             ticks[row] = name
             whiskers = {"xerr": ranges([point]), "capsize": 3, "ecolor": INK} if point.high > point.low else {}
             bar = axes.barh(row, point.value, 0.8, color=shades.get(name, BLUE), **whiskers)
             axes.bar_label(bar, [three_digits(point.value)], padding=4, fontsize=9.5, color=GREY)
-            axes.annotate(
-                point.note, (0, row), (4, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
-                va="center", fontsize=9.5, color=GREY,
-            )  # fmt: skip
+            axes.text(0.01, row, point.note, transform=beside, va="center", fontsize=9.5, color=GREY)
             row += 1
         row += 0.4
     axes.set_yticks(list(ticks), list(ticks.values()))

@@ -7,7 +7,7 @@ bars for each combination of the settings in `series`. `analysis/configs/` has a
 import argparse
 import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -104,10 +104,7 @@ def check_settings(plot: Plot, runs: Sequence[Run]) -> None:
 
 def group_runs(plot: Plot, runs: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
     """Returns the runs of each line by the words that name it. Raises ValueError if two runs are the same point."""
-    pairs = [(settings(run.info), run) for run in runs]
-    for key in plot.series if plot.x != STEP else ():
-        if _auto_repeats(plot, key, pairs):
-            pairs = [({**known, key: AUTO} if asked_auto(run, key) else known, run) for known, run in pairs]
+    pairs = [(settings(run.info) | {key: AUTO for key in plot.series if asked_auto(run, key)}, run) for run in runs]
     pairs.sort(key=lambda pair: [number_first(pair[0].get(key, "")) for key in plot.series])
     varied = [key for key in plot.series if len({known.get(key) for known, _ in pairs}) > 1]
     groups: dict[tuple[str, ...], list[Run]] = {}
@@ -126,15 +123,6 @@ def group_runs(plot: Plot, runs: Sequence[Run]) -> dict[tuple[str, ...], list[Ru
 
 def asked_auto(run: Run, key: str) -> bool:
     return section(run.info, "config").get(key) == AUTO
-
-
-def _auto_repeats(plot: Plot, key: str, pairs: Sequence[tuple[Mapping[str, str], Run]]) -> bool:
-    """Returns whether `auto` chose for one run what another run of the same point asked for by name."""
-    points: dict[tuple[str | None, ...], set[bool]] = {}
-    for known, run in pairs:
-        point = tuple(known.get(name) for name in (plot.x, *plot.series))
-        points.setdefault(point, set()).add(asked_auto(run, key))
-    return any(len(asked) > 1 for asked in points.values())
 
 
 # ---- the figure -----------------------------------------------------------------------------------------------------

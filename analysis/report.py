@@ -246,19 +246,8 @@ def verifications_section(found: Found) -> Section:
 def plans_section(found: Found) -> Section:
     """Returns a row per planned run, and its command with what the planner suggests and notes."""
     plans = [(found.name(path), plan) for path, plans in found.plans.items() for plan in plans]
-    head = [
-        "plan",
-        "model",
-        "tokens",
-        "GPUs",
-        "device",
-        "schedule",
-        "fits",
-        "GiB per GPU",
-        "usable GiB",
-        "GiB per host",
-    ]
-    head += ["step", "tokens per second", "MFU", "longest that fits"]
+    head = ["plan", "model", "tokens", "GPUs", "device", "schedule", "fits", "GiB per GPU", "usable GiB"]
+    head += ["GiB per host", "step", "tokens per second", "MFU", "longest that fits"]
     rows = [plan_row(name, plan) for name, plan in plans]
     commands = [details(row[0], [plan], ", ".join(row[1:6])) for row, (_, plan) in zip(rows, plans, strict=True)]
     return Section("Plans", [Table([head, *rows], ["Predicted by lightseq plan, not measured."]), *commands])

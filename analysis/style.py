@@ -13,40 +13,20 @@ INK, GREY, PALE, GRID = "#1D2125", "#555555", "#9AA0A6", "#DDDDDD"
 MARKERS = "os^DvPX<>"
 DASHES: Mapping[str, str] = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}  # plotly's names
 THIN, WIDE = 1.0, 1.8  # points
-matplotlib.rcParams.update(
-    {
-        "font.size": 11,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.titlesize": 13,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.formatter.useoffset": False,
-        "grid.color": GRID,
-        "grid.linewidth": 0.8,
-        "lines.linewidth": WIDE,
-        "lines.markersize": 5.5,
-        "lines.markeredgecolor": "white",
-        "lines.markeredgewidth": 0.6,
-        "lines.scale_dashes": False,
-        "lines.dashed_pattern": (8, 4),
-        "legend.frameon": False,
-        "legend.fontsize": 10.5,
-        "figure.dpi": 110,
-    }
-)
-PLOTLY: Mapping[str, Any] = {
-    "layout": {
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
-        "plot_bgcolor": "white",
-        "xaxis": {"gridcolor": GRID, "linecolor": GREY, "showline": True, "zeroline": False},
-        "yaxis": {"gridcolor": GRID, "linecolor": GREY, "showline": True, "zeroline": False},
-    }
-}
+rc = matplotlib.rc
+rc("font", size=11)
+rc("text", color=INK)
+rc("figure", dpi=110)
+rc("grid", color=GRID, linewidth=0.8)
+rc("legend", frameon=False, fontsize=10.5)
+rc("lines", linewidth=WIDE, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6)
+rc("lines", scale_dashes=False, dashed_pattern=(8, 4))
+rc("axes", titlesize=13, titleweight="bold", titlelocation="left", labelcolor=INK, grid=True, axisbelow=True)
+rc("axes.formatter", useoffset=False)
+rc("axes.spines", top=False, right=False)
+AXIS = {"gridcolor": GRID, "linecolor": GREY, "showline": True, "zeroline": False}
+FONT = {"family": "system-ui, sans-serif", "size": 12, "color": INK}
+PLOTLY = {"layout": {"font": FONT, "plot_bgcolor": "white", "xaxis": AXIS, "yaxis": AXIS}}
 
 
 def looks(series: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
