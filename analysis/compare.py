@@ -13,17 +13,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from .curves import THROUGHPUT, limit_to_usual, losses
-from .drawing import (
-    SMALL_TITLE,
-    draw_curve,
-    legend_below,
-    new_figure,
-    plain_ticks,
-    save,
-    span_of,
-    step_axis,
-    subtitle,
-)
+from .drawing import SMALL_TITLE, draw_curve, legend_below, new_figure, plain_ticks, save, span_of, step_axis, subtitle
 from .output import GIB, format_number, number_table, output_dir, print_lines, print_tables
 from .records import Record, print_notes
 from .runs import Run, describe, highest, labels, past_warmup, read_run, section, setting_text, versions
@@ -54,10 +44,6 @@ class LossDifference:
     values: np.ndarray
 
     @property
-    def is_zero(self) -> bool:
-        return not self.values[np.isfinite(self.values)].any()
-
-    @property
     def worst(self) -> tuple[int, float]:
         """Step and value of the largest difference."""
         place = int(np.nanargmax(np.abs(self.values)))
@@ -65,9 +51,9 @@ class LossDifference:
 
     def __str__(self) -> str:
         known = self.values[np.isfinite(self.values)]
-        if self.is_zero:
-            return f"The losses are equal to the last bit at all {len(known)} steps."
         step, value = self.worst
+        if value == 0:
+            return f"The losses are equal to the last bit at all {len(known)} steps."
         largest = f"Largest loss difference: {value:+.3g} (B − A) at step {step}"
         return f"{largest}; mean {np.abs(known).mean():.2g} over {len(known)} steps."
 
@@ -187,7 +173,8 @@ def unmatched_steps(runs: Pair) -> list[str]:
 
 def figure(runs: Pair, difference: LossDifference) -> Figure:
     """Plots losses, their difference if there is one, and tokens per second by step. B is dashed, to show A beneath."""
-    heights = (3, 2) if difference.is_zero else (3, 2, 2)
+    is_equal = difference.worst[1] == 0
+    heights = (3, 2) if is_equal else (3, 2, 2)
     out = new_figure(9, 1.3 * sum(heights))
     loss, *apart, speed = out.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     loss.set(title="Training loss", ylabel="nats per token", ylim=span_of(losses(runs)))
@@ -205,7 +192,7 @@ def figure(runs: Pair, difference: LossDifference) -> Figure:
     plain_ticks(loss.yaxis)
     for axes in apart:
         draw_difference(axes, difference)
-    if difference.is_zero:
+    if is_equal:
         loss.set_title(str(difference).removesuffix("."), **SMALL_TITLE)
     step_axis(speed)
     if any(run.has("tokens_per_second") for run in runs):

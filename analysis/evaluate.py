@@ -137,7 +137,7 @@ def perplexity_figure(found: Sequence[Evaluation]) -> Figure:
     plain_ticks(axes.yaxis)
     axes.xaxis.set_minor_locator(NullLocator())
     label_lines(axes)
-    subtitle(out, model_of(found))
+    subtitle(out, shared(one.summary.get("model") for one in found))
     return out
 
 
@@ -159,12 +159,8 @@ def needle_figure(found: Sequence[Evaluation]) -> Figure:
     out = new_figure(max(6.5, 2.2 + 0.9 * widest), (1.9 + 0.5 * tallest) * len(found))
     for axes, one in zip(out.subplots(len(found), squeeze=False)[:, 0], found, strict=True):
         draw_map(axes, one)
-    subtitle(out, model_of(found))
+    subtitle(out, shared(one.summary.get("model") for one in found))
     return out
-
-
-def model_of(found: Sequence[Evaluation]) -> str:
-    return shared(one.summary.get("model") for one in found)
 
 
 def draw_map(axes: Axes, found: Evaluation) -> None:

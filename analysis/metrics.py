@@ -84,12 +84,8 @@ def total_seconds(run: Run, step_seconds: np.ndarray) -> float:
     return float(np.nansum(step_seconds * steps)) if run.is_finished else np.nan
 
 
-def peak(run: Run, values: np.ndarray) -> float:
+def peak(_run: Run, values: np.ndarray) -> float:
     return float(np.nanmax(values))
-
-
-def last_smoothed(run: Run, values: np.ndarray) -> float:
-    return float(smooth(values)[-1])
 
 
 METRICS: Mapping[str, Metric] = {
@@ -105,7 +101,9 @@ METRICS: Mapping[str, Metric] = {
     "time": Metric("step_seconds", "Training time", "seconds, all steps", whole=total_seconds, remedy="finish a run"),
     "grad_norm": Metric("grad_norm", "Gradient norm", "before clipping"),
     "learning_rate": Metric("learning_rate", "Learning rate", "per step of the optimizer"),
-    "loss": Metric("loss", "Training loss", "nats per token", from_zero=False, whole=last_smoothed),
+    "loss": Metric(
+        "loss", "Training loss", "nats per token", from_zero=False, whole=lambda _, values: float(smooth(values)[-1])
+    ),
     "forward": phase_metric("forward", "Forward pass", from_zero=False, logarithmic=True),
     "backward": phase_metric("backward", "Backward pass", from_zero=False, logarithmic=True),
     "update": phase_metric("update", "Optimizer update"),

@@ -13,15 +13,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from .drawing import label_lines, new_figure, save, subtitle
+from .drawing import label_lines, new_figure, plain_ticks, save, span_of, subtitle, value_axis
 from .metrics import METRICS, Metric, metric_of
 from .output import output_dir, print_lines
-from .plots_figure import (
-    draw_steps,
-    number_first,
-    set_value_scale,
-    setting_figure,
-)
+from .plots_figure import draw_steps, number_first, setting_figure
 from .plots_file import STEP, Plot, read_plots, short_name
 from .records import print_notes, read_each
 from .runs import Run, describe, past_warmup, phrase, read_run, section, settings, versions
@@ -104,7 +99,10 @@ def check_settings(plot: Plot, runs: Sequence[Run]) -> None:
 
 def group_runs(plot: Plot, runs: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
     """Returns the runs of each line by the words that name it. Raises ValueError if two runs are the same point."""
-    pairs = [(settings(run.info) | {key: AUTO for key in plot.series if asked_auto(run, key)}, run) for run in runs]
+    pairs = []
+    for run in runs:
+        asked = section(run.info, "config")
+        pairs.append((settings(run.info) | {key: AUTO for key in plot.series if asked.get(key) == AUTO}, run))
     pairs.sort(key=lambda pair: [number_first(pair[0].get(key, "")) for key in plot.series])
     varied = [key for key in plot.series if len({known.get(key) for known, _ in pairs}) > 1]
     groups: dict[tuple[str, ...], list[Run]] = {}
@@ -119,10 +117,6 @@ def group_runs(plot: Plot, runs: Sequence[Run]) -> dict[tuple[str, ...], list[Ru
                 "add the setting that differs to `series`, or select runs with `where`"
             )
     return groups
-
-
-def asked_auto(run: Run, key: str) -> bool:
-    return section(run.info, "config").get(key) == AUTO
 
 
 # ---- the figure -----------------------------------------------------------------------------------------------------
@@ -159,7 +153,13 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
     (axes,) = out.axes
     axes.set_title(plot.title or metric.title)
     axes.set(**{"xlabel" if axes.patches else "ylabel": metric.unit})
-    set_value_scale(axes, plot, metric, values[np.isfinite(values)])
+    values = values[np.isfinite(values)]
+    if metric.from_zero or metric.logarithmic or axes.patches or not values.size:
+        # Not by step: a first step that compiles would always make the axis logarithmic.
+        value_axis(axes, values, may_be_logarithmic=metric.logarithmic and plot.x != STEP)
+    else:
+        axes.set_ylim(*span_of([axes.dataLim.intervaly]))
+        plain_ticks(axes.yaxis)
     if len(groups) > 1 and not axes.patches:
         label_lines(axes)
     subtitle(out, *lines)

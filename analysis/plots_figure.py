@@ -9,22 +9,8 @@ from matplotlib.ticker import NullLocator
 
 from lightseq.config.lengths import format_tokens
 
-from .drawing import (
-    LOG_FROM,
-    SMALL_TITLE,
-    Point,
-    bars_figure,
-    draw_bars,
-    draw_curve,
-    draw_line,
-    new_figure,
-    plain_ticks,
-    span_of,
-    step_axis,
-    value_axis,
-)
+from .drawing import LOG_FROM, SMALL_TITLE, Point, bars_figure, draw_bars, draw_curve, draw_line, new_figure, step_axis
 from .metrics import Metric
-from .plots_file import STEP, Plot
 from .runs import Run, phrase
 from .style import looks
 
@@ -94,19 +80,6 @@ def setting_ticks(axes: Axes, places: Sequence[str]) -> None:
         end = middle + half if texts[-1] else end
     axes.set_xticks([float(place) for place in places], texts)
     axes.xaxis.set_minor_locator(NullLocator())
-
-
-def set_value_scale(axes: Axes, plot: Plot, metric: Metric, values: np.ndarray) -> None:
-    """Sets limits, scale and ticks of the axis of values.
-
-    Curves by step are never logarithmic: a first step that compiles would always make them so.
-    """
-    by_setting = plot.x != STEP
-    if metric.from_zero or metric.logarithmic or axes.patches or not values.size:
-        value_axis(axes, values, may_be_logarithmic=metric.logarithmic and by_setting)
-    else:
-        axes.set_ylim(*span_of([axes.dataLim.intervaly]))
-        plain_ticks(axes.yaxis)
 
 
 def tick(place: str) -> str:

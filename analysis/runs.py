@@ -153,11 +153,18 @@ def section(info: Record, name: str) -> Record:
 # ---- settings as text ----------------------------------------------------------------------------------------------
 
 LENGTHS = ("model_max_length", "tokens_per_rank")
-DESCRIBED = ("model_name_or_path", "dtype", "model_max_length", "world_size", "schedule", "kernel", "transport")
+DESCRIBED = (
+    *("model_name_or_path", "dtype", "fp8", "lora_rank", "model_max_length", "world_size"),
+    *("schedule", "kernel", "transport"),
+)
 # Settings in words; others are their name and value.
 PHRASES: Mapping[str, str] = {
     **{"model_name_or_path": "{}", "dtype": "{}", "model_max_length": "{} tokens", "world_size": "{} ranks"},
-    **{"tokens_per_rank": "{} tokens per rank", "per_device_train_batch_size": "batch {}"},
+    **{
+        "tokens_per_rank": "{} tokens per rank",
+        "per_device_train_batch_size": "batch {}",
+        "lora_rank": "LoRA of rank {}",
+    },
 }
 SWITCHES: Mapping[tuple[str, str], str] = {
     **{("fsdp", ""): "DDP", ("fsdp", "full_shard"): "FSDP", ("world_size", "1"): "1 rank"},
