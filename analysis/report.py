@@ -25,6 +25,7 @@ from lightseq.config.lengths import format_tokens
 
 from .benchmark import Benchmark
 from .curves import table_cells
+from .drawing import name_log_scales
 from .evaluate import needle_figure, needle_rows, perplexity_figure, position_rows
 from .output import GIB
 from .plots_file import short_name
@@ -123,6 +124,8 @@ def render(found: Found, title: str) -> str:
 
 def png(figure: Figure) -> str:
     """Returns a data URL of a figure as PNG."""
+    for axes in figure.axes:
+        name_log_scales(axes)
     file = BytesIO()
     figure.savefig(file)
     return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
