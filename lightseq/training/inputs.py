@@ -71,8 +71,8 @@ class Inputs:
     resume_point: ResumePoint = FRESH_START
     lora: Lora | None = None  # None: all weights are trained
     lora_adapter: Path | None = None  # to start from
-    packed_base: PackedBase | None = None  # of the frozen weights
-    teacher: FetchedTeacher | None = None  # of --objective distill
+    packed_base: PackedBase | None = None  # how frozen weights are stored
+    teacher: FetchedTeacher | None = None  # only with --objective distill
     documents: DocumentLengths | None = None  # None: rows are not packed
     tokenizer: Path | None = None  # directory of the tokenizer to save with checkpoints
     bytes_are_tokens: bool = False  # the tokenizer of bytes is saved with checkpoints
