@@ -248,7 +248,9 @@ def _collect_notes(
 ) -> Notes:
     """Returns the lines to print at the start. `check_notes` come from the checks of flags and checkpoint."""
     stream, total_steps, resume_from = streams.training, streams.total_steps, resume_point.path
-    notes = stream.examples.notes + (streams.evaluation.examples.notes if streams.evaluation else ())
+    notes = stream.examples.notes
+    if streams.evaluation:
+        notes += tuple(_of_evaluation(note) for note in streams.evaluation.examples.notes)
     notes += tuple(f"warning: passed over {path}: {damage}" for path, damage in resume_point.damaged)
     notes += check_notes + warn_unreached(config, stream, total_steps)
     if resume_from is not None:
@@ -268,3 +270,9 @@ def _bytes_are_tokens(config: TrainConfig, directory: Path | None) -> bool:
         return config.tokenizer == ByteTokenizer.name
     own = directory is not None and has_tokenizer(str(directory))
     return not own and made_with_one(paths_of(config.data_path)) == ByteTokenizer.name
+
+
+def _of_evaluation(note: str) -> str:
+    """Marks a note on data as one on the evaluation's."""
+    warning = "warning: "
+    return f"{warning}evaluation: {note.removeprefix(warning)}" if note.startswith(warning) else f"evaluation: {note}"
