@@ -87,7 +87,7 @@ class ParallelModel:
     loss_model: LossModel
     context: SequenceContext
     units: list[Unit]
-    offload: Offload | None  # of activations
+    offload: Offload | None  # moves activations to the host
     whole: list[str]  # names of parameters of which every rank has all, because they compute in another dtype
 
 

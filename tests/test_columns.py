@@ -79,6 +79,11 @@ def test_columns_that_cannot_be_renamed_are_refused(tmp_path: Path, row: dict[st
         one(tmp_path, row, renamed_columns=renamed_columns("prompt=question,completion=answer"))
 
 
+def test_turned_pairs_of_columns_are_shown_the_right_way_round(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--columns takes new name=column: prompt=question"):
+        one(tmp_path, {"question": "hi", "answer": "yo"}, renamed_columns=renamed_columns("question=prompt"))
+
+
 @pytest.mark.parametrize("pairs", ["", "prompt", "prompt=", "=question", "a=b,a=c", "a=b,c=b"])
 def test_columns_are_given_in_pairs(pairs: str) -> None:
     with pytest.raises(ValueError, match=f"--columns '{pairs}'"):

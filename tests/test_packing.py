@@ -266,7 +266,9 @@ def _recompilations(rank: int) -> None:
         layer.forward = torch.compile(layer.forward, backend=counter)
     ids = torch.randint(61, (1, 96))
     for edges in ([0, 96], [0, 5, 96], [0, 1, 2, 50, 51, 70], [0, *range(1, 97)]):
-        losses = [m(**hf.shard_batch(c, ids, ids, cu_seqlens=edges)).loss for m, c in pairs if edges[1] > 1 or m]
+        labels = ids.clone()
+        labels[:, edges[-1] :] = -100
+        losses = [m(**hf.shard_batch(c, ids, labels, cu_seqlens=edges)).loss for m, c in pairs]
         grads = [
             torch.autograd.grad(loss, m.model.layers[0].mlp.up_proj.weight)[0]
             for loss, (m, _) in zip(losses, pairs, strict=True)

@@ -202,6 +202,11 @@ def test_plan_prints_and_records_the_documents_of_the_data(capsys: pytest.Captur
     assert records[0]["step_seconds"] < 0.9 * records[1]["step_seconds"]
     assert main(f"{PLAN} --data_path {data}".split()) == 0
     assert "documents" not in capsys.readouterr().out
+    assert main([*PLAN.split(), "--packing", "best_fit", "--data_path", f"{data}=2,rows.jsonl", "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert [note for note in notes if "not here" in note] == [
+        "--data_path rows.jsonl is not here, so its documents are not counted"
+    ]
 
 
 # ---- training -------------------------------------------------------------------------------------------------------

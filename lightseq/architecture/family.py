@@ -25,7 +25,7 @@ WITH_ORIGINAL_LENGTH: Final = (
     "yarn",
     "longrope",
 )  # types that store the original length beside the extended one
-MODEL_CONFIGS: Final = ("config.json", "adapter_config.json")  # of a model, and of an adapter by peft
+MODEL_CONFIGS: Final = ("config.json", "adapter_config.json")  # a model's, and peft's for an adapter
 FACTORS: Final = ("short_factor", "long_factor")  # keys of longrope, with one factor per frequency
 # Keys of rope_parameters that belong to a type of scaling. Others, such as the axes of images, stay with the model.
 OF_SCALING: Final = (
@@ -53,7 +53,7 @@ class ModelSource:
 
     config: PreTrainedConfig
     weights: Path | str | None
-    stored_form: str | None = None  # of packed weights in the files, also if they are not loaded: nf4, fp8 or mxfp4
+    stored_form: str | None = None  # how files store weights, also if they are not loaded: nf4, fp8 or mxfp4
     left_out: tuple[str, ...] = ()  # modules beside those in FP8
     quantization: str | None = None  # another format of the weights, which is not read
 

@@ -28,8 +28,8 @@ class BufferLayout:
     """
 
     dims: tuple[int, ...]  # head dimension of each tensor
-    heads_per_group: int  # of one tensor
-    head_groups: int  # of the item: fewer than the schedule's if they share key/value heads (see `item_head_group`)
+    heads_per_group: int  # heads in one tensor
+    head_groups: int  # fewer than the schedule's if groups share key/value heads (see `item_head_group`)
     chunk_count: int  # on one rank
     rows: int  # tokens of a chunk
     batch: int

@@ -26,8 +26,8 @@ class AttentionConfig:
     ulysses_size: int | None = None
     # Groups of heads that a rank computes one after the other (default: chosen by predicted time).
     head_groups: int | None = None
-    dtype: torch.dtype | None = None  # of q, k and v (default: the parameters'; set it under autocast)
-    device: torch.device | None = None  # of q, k and v (default: the parameters')
+    dtype: torch.dtype | None = None  # dtype of q, k and v (default: the parameters'; set it under autocast)
+    device: torch.device | None = None  # device of q, k and v (default: the parameters')
     # Sequence length in tokens for which `schedule="auto"` chooses.
     length: int = 65536
     deterministic: bool = False  # bit-identical gradients in every run

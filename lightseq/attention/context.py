@@ -52,7 +52,7 @@ class SequenceContext:
     sequence: SequenceGroup
     schedule: Schedule
     kernels: Kernels  # by the dimensions of heads
-    shapes: set[tuple[int, ...]] = field(default_factory=set)  # of inputs, known to be the same on all ranks
+    shapes: set[tuple[int, ...]] = field(default_factory=set)  # input shapes that all ranks are known to share
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
     recurrent_schedule: str = AUTO_RECURRENT  # how scans of the layers beside attention span the ranks

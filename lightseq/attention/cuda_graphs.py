@@ -18,7 +18,7 @@ from lightseq.comm.transport import Transport
 from lightseq.kernels.fused.launches import Launch, Launches
 from lightseq.utils.process import without_collection
 
-MAX_FLOPS = 2e12  # of a pass: about three milliseconds on an H100, long enough to hide the launches of the next pass
+MAX_FLOPS = 2e12  # about three milliseconds on an H100, long enough to hide the launches of the next pass
 MAX_OUTBOX_BYTES = 2**28  # a pass needs about twice as much temporary memory
 RUNS_BEFORE_CAPTURE = 2  # in the same memory
 MAX_GRAPHS = 512  # two passes of every layer

@@ -38,7 +38,7 @@ class Executor:
     rank: int
     kernel: Kernel
     transport: Transport
-    scale: float  # of the scores
+    scale: float  # factor of the scores
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, gathered: Gathered | None = None) -> tuple[Tensor, Tensor]:
         """Returns out (B, S, H, E) in q's dtype and lse (B, H, S) of the local queries over the causal sequence.

@@ -21,11 +21,11 @@ class ForwardPass:
     counted_tokens: Tensor | None = None
     loss_weights: Tensor | None = None  # factors of the losses of a rank's targets, (batch, local); None: 1
     batches: int = 0  # batches passed to the model so far
-    checksums: Tensor | None = None  # of the batches since ranks last compared theirs, on the device
+    checksums: Tensor | None = None  # hashes of the batches since ranks last compared theirs, on the device
     comparison: tuple[dist.Work, list[Tensor]] | None = None  # all-gather of every rank's documents
     shared: bool = False  # a deep copy of the model uses the context too; never reset
     gradients_are_averaged_outside: bool = False  # as in trainers, which scale gradients themselves
-    gradient_factor: int = 1  # of the outputs' gradients, where a wrapper such as DDP averages parameters' gradients
+    gradient_factor: int = 1  # multiplies gradients where a wrapper such as DDP averages them
     averaging_checked: tuple[Any, ...] | None = None  # the wrappers for which `gradient_factor` was found
     announced: bool = False  # the call is in `roll_call` already, from a module around the model
     roll_call: RollCall | None = None  # calls of the ranks; set by `hf.enable`

@@ -17,8 +17,8 @@ class Gathered(NamedTuple):
     """Gathered q, k and v in one tensor of `gathered_elements`."""
 
     memory: Tensor
-    kv_heads: int  # of k and v (K)
-    dim: int  # of a head of q and k
+    kv_heads: int  # heads of k and v (K)
+    dim: int  # elements of a head of q and k
 
     def buffers(
         self, schedule: Schedule, rank: int, layouts: Mapping[str, BufferLayout]

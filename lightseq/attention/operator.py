@@ -25,7 +25,7 @@ from lightseq.sequence.documents import Documents, nodes_of
 from lightseq.utils.checkpoint_context import operator_wrapper, reuse_or_compute
 from lightseq.utils.logit_transform import LogitTransform
 
-LONG_FLOPS = 1e15  # of one attention pass on one rank: one to two seconds
+LONG_FLOPS = 1e15  # one to two seconds of attention on one rank
 
 
 def attention(

@@ -24,7 +24,7 @@ class ChunkSlot(NamedTuple):
     """Place of a chunk and head group of an item in the tensors of the chunk's home rank."""
 
     chunk: int  # index among its rank's chunks
-    head_group: int  # of the item
+    head_group: int  # the item's heads
 
 
 PartCounts = Mapping[ChunkSlot, Counter[int]]  # how many parts of a result are computed, by step

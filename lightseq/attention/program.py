@@ -61,7 +61,7 @@ class ChunkRange(NamedTuple):
     arena: int | None
     start: int
     chunk_count: int
-    head_group: int  # of the item, in the rank's own tensors; an arena holds only one
+    head_group: int  # the item's heads in the rank's own tensors; an arena holds only one group
 
 
 ChunkRanges = tuple[ChunkRange, ...]  # several, if chunks do not lie side by side
@@ -104,7 +104,7 @@ class StepProgram(NamedTuple):
     opens: tuple[int, ...]  # arenas that are allocated, because this step fills them for the next
     fetches: tuple[Fetch, ...]
     arrivals: tuple[Arrival, ...]
-    receives: tuple[Receive, ...]  # of the arrivals
+    receives: tuple[Receive, ...]  # one for each arrival
     reduced_items: tuple[str, ...]  # items whose results are reduced here
     # For a transport that reads in place. None: some parts are not in an outbox.
     reductions: tuple[Reduction, ...] | None

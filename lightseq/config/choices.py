@@ -13,7 +13,7 @@ from lightseq.kernels.attention.registry import KERNELS
 from lightseq.schedule.algorithms import SCHEDULES
 
 AUTO: Final[dict[str, Any]] = {"auto": None}  # extends the names of a registry, which may grow at run time
-LR_SCHEDULES: Final = (  # of transformers, which takes seconds to import
+LR_SCHEDULES: Final = (  # names in transformers, which takes seconds to import
     *("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt"),
     *("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
 )

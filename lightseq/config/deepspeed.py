@@ -36,7 +36,7 @@ class DeepSpeedSettings:
     """DeepSpeed's settings with every value filled in."""
 
     source: str  # path of the file
-    stage: int  # of ZeRO: 1, 2 or 3
+    stage: int  # ZeRO stage: 1, 2 or 3
     settings: dict[str, Any]  # what `deepspeed.initialize` takes
 
     @property

@@ -38,7 +38,7 @@ class Batch:
     sizes: tuple[int, ...]  # tokens of each row, without padding
     boundaries: tuple[int, ...] | None = None  # start of each packed document, and the last end (batch of one)
     parents: tuple[int, ...] | None = None  # documents that begin alike became nodes of trees (`schedule.nodes`)
-    rows: RowPlaces | None = None  # of those documents
+    rows: RowPlaces | None = None  # where the documents stand
 
     @property
     def nodes(self) -> Nodes | None:

@@ -25,7 +25,7 @@ class TemplateNames:
     """Names in a template's code. A key or variable that is not among them cannot reach the rendered text."""
 
     variables: frozenset[str]
-    keys: frozenset[str]  # of turns and other objects
+    keys: frozenset[str]  # keys of turns and other objects that the template reads
     texts: frozenset[str]  # constants, such as roles
     marks_answers: bool  # has {% generation %} blocks
 

@@ -47,6 +47,7 @@ def check_renamed(row: Mapping[str, Any], renamed: Mapping[str, str], where: str
     missing = next((column for column in renamed if column not in row), None)
     if missing is not None:
         has = ", ".join(row) or "none"
+        turned = f"; --columns takes new name=column: {missing}={renamed[missing]}" if renamed[missing] in row else ""
         raise ValueError(
-            f"{where} has no column {missing!r}, which --columns reads as {renamed[missing]!r}; it has: {has}"
+            f"{where} has no column {missing!r}, which --columns reads as {renamed[missing]!r}; it has: {has}{turned}"
         )

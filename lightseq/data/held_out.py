@@ -25,7 +25,7 @@ class SelectedExamples:
 
     source: Rows
     rows: NDArray[np.int64]  # in rising order
-    indices: NDArray[np.int64]  # of the rows' examples in the source
+    indices: NDArray[np.int64]  # places of the rows' examples in the source
     notes: tuple[str, ...]
 
     def __len__(self) -> int:

@@ -195,7 +195,7 @@ def _ids(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
     tokenizer = found.get("tokenizer.json", {})
     model, listed = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):  # of Unigram: the id is the place
+    if isinstance(vocabulary, list):  # Unigram: the id is the place
         vocabulary = {str(place): place for place in range(len(vocabulary))}
     decoder = found.get("tokenizer_config.json", {}).get("added_tokens_decoder")
     ids = [*found.get("vocab.json", {}).items(), *found.get("added_tokens.json", {}).items()]

@@ -23,7 +23,7 @@ class Units:
 
     windows: Ints  # their indices
     offsets: Ints  # first of each unit in `windows`, and the end
-    tokens: Ints  # of each unit; what its windows share at their beginning is counted once if it is computed once
+    tokens: Ints  # tokens of each unit; what its windows share is counted once if it is computed once
 
     def take(self, order: Ints) -> tuple[Ints, Ints]:
         """Returns the windows of units in another order, and how many windows stand before each, with the end."""
@@ -71,7 +71,10 @@ def _cheapest_trees(alone: Sequence[int], added: Sequence[int], length: int) -> 
     `length` tokens, or one row.
     """
     count = len(alone)
-    fewest, begins = [0] * (count + 1), [0] * (count + 1)  # of the rows before each, and where their last tree begins
+    fewest, begins = (
+        [0] * (count + 1),
+        [0] * (count + 1),
+    )  # fewest tokens of the rows before each, and where their last tree begins
     for end in range(1, count + 1):
         best, more = None, 0
         for begin in range(end - 1, -1, -1):

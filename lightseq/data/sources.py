@@ -28,7 +28,7 @@ FOLDER_SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".ndjson", ".parquet", ".arrow"
 # Written by `save_to_disk` for one split, and for several.
 SAVED_DATASET_FILES: Final = ("state.json", "dataset_dict.json")
 MAX_NAMED = 5  # rows or documents named in a note
-MAX_JSON_BYTES: Final = 4 << 30  # of a JSON array, which is read whole
+MAX_JSON_BYTES: Final = 4 << 30  # largest JSON array, which is read whole
 CORRECT_LINE: Final = "correct it, or write the file again with one JSON object per line"
 
 

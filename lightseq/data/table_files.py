@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from lightseq.utils.formatting import first_line
 
-MAX_ROW_BYTES: Final = 1 << 30  # of a line or cell
+MAX_ROW_BYTES: Final = 1 << 30  # largest line or cell
 Row = dict[str, Any]
 NamedRow = tuple[str, Row]  # file and number, and the columns
 

@@ -38,7 +38,7 @@ from lightseq.utils.progress import progress_bar
 
 T = TypeVar("T")
 TOKENIZER_ROWS: Final = 256  # rows per call of the tokenizer
-HEAD_START_SECONDS: Final = 0.5  # of the process with a progress bar
+HEAD_START_SECONDS: Final = 0.5  # the process with a progress bar begins earlier
 CACHE_VERSION: Final = 8  # increase it when tokenization changes
 
 
@@ -78,7 +78,7 @@ class RowReport:
     padded_rows: int = 0
     padding_tokens: int = 0
     remarks: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)  # number of rows, and the first
-    repeated_tokens: int = 0  # of earlier turns, in examples of one answer each
+    repeated_tokens: int = 0  # tokens of earlier turns, in examples of one answer each
     ignored_columns: dict[str, None] = dataclasses.field(default_factory=dict)  # in order
 
     def count(self, where: str, samples: Sequence[Sample]) -> None:

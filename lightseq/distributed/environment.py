@@ -21,7 +21,7 @@ from lightseq.utils.process import silence_loggers
 # Settings of torch's launcher: seconds that ranks may take to end, and signals to forward.
 SHUTDOWN_TIMEOUT, SIGNALS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SIGNALS_TO_HANDLE"
 LAUNCHER_SETTINGS = {SHUTDOWN_TIMEOUT: "300", SIGNALS: "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}  # as in launch/
-MAX_RESTARTS: Final = "TORCHELASTIC_MAX_RESTARTS"  # of torch's launcher, and of ours
+MAX_RESTARTS: Final = "TORCHELASTIC_MAX_RESTARTS"  # set by torch's launcher and by ours
 LAUNCHER_SECONDS = 30.0  # the launcher's default
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's older and newer name
 

@@ -8,7 +8,7 @@ import psutil
 
 from lightseq.distributed.world import World
 
-FREE_SHARE: Final = 0.8  # of free host memory that automatic offloading may use
+FREE_SHARE: Final = 0.8  # share of free host memory that automatic offloading may use
 MEMBERSHIP: Final = Path("/proc/self/cgroup")
 CGROUPS: Final = Path("/sys/fs/cgroup")
 

@@ -28,7 +28,7 @@ FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # in which ranks may end by themselves after one has failed, or after a second Ctrl-C
 INTERRUPTED: Final = 130  # the status of a program that Ctrl-C has ended
-PR_SET_PDEATHSIG: Final = 1  # of prctl
+PR_SET_PDEATHSIG: Final = 1  # option of prctl
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _count(name: str, text: str | None, least: int) -> int | None:
 class Launch:
     """Ranks of one command on this host, and the signals that arrived meanwhile."""
 
-    command: Sequence[str]  # of every rank
+    command: Sequence[str]  # the command of every rank
     size: int
     launch: str = field(default_factory=lambda: uuid.uuid4().hex)  # the same after a restart, which then resumes
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)

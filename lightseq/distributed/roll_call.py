@@ -46,7 +46,7 @@ class RollCall:
         weakref.finalize(self, self._answers.end)
 
     def __deepcopy__(self, _memo: object) -> "RollCall":
-        return self  # of the same ranks
+        return self  # a copy for the same ranks
 
     def make(self, call: str, is_training_step: bool) -> None:
         """Records a call, such as "trains on 2 x 60 tokens".

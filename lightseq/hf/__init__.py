@@ -7,9 +7,9 @@ loss.backward()              # so are gradients: all-reduce them, or wrap the mo
 
 Losses of log-probabilities, such as DPO and GRPO, take these lines instead of the last one:
 
-log_probs = hf.token_log_probs(context, model, batch)      # of this rank's tokens; logits never exist whole
-sums = hf.sequence_sums(context, log_probs, batch)         # of whole sequences, the same on every rank
-in_order = hf.gather_tokens(context, log_probs, batch)     # of all tokens, the same on every rank
+log_probs = hf.token_log_probs(context, model, batch)      # this rank's tokens; logits never exist whole
+sums = hf.sequence_sums(context, log_probs, batch)         # whole sequences, the same on every rank
+in_order = hf.gather_tokens(context, log_probs, batch)     # all tokens, the same on every rank
 
 Rows that begin alike, such as completions of a prompt, are computed as trees:
 
@@ -18,7 +18,7 @@ batch = hf.shard_rows(context, rows, weights)              # lists of token ids,
 Distillation takes a frozen teacher, which may have another architecture:
 
 hf.enable_beside(teacher, context)
-values = hf.divergence(context, model, teacher, batch)     # of this rank's tokens; use them as log-probabilities
+values = hf.divergence(context, model, teacher, batch)     # this rank's tokens; use them as log-probabilities
 
 hf.disable(model)   # the plain model again, to generate for example
 """

@@ -81,7 +81,7 @@ class Checks:
         self._images = images
         self._unsplit_inputs = sorted(other_inputs(model) - {PIXELS, *BESIDE_PIXELS})
         self._length_dependent_rope = length_dependent_rope
-        self._shapes = set[tuple[Any, ...]]()  # of positions that were right
+        self._shapes = set[tuple[Any, ...]]()  # shapes of positions that were right
         self._shards_are_checked = False
 
     @torch.compiler.disable  # reads tensor values and communicates, which cannot be compiled

@@ -49,7 +49,7 @@ class LocalImages:
     kept: Tensor  # int64 on the CPU: features of this rank's tokens, among those of the images that it runs
     sizes: tuple[int, ...] | None  # features of each image that this rank runs; None if it runs all
     total: int  # features of all of them
-    positions: Tensor  # of this rank's tokens in their document, int64 (batch or 1, local)
+    positions: Tensor  # positions of this rank's tokens in their document, int64 (batch or 1, local)
     blocks: ImageBlocks | None  # for attention, where tokens of an image see later ones
 
 

@@ -14,7 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from lightseq.parts.changes import Changes
 
 TORCHAO: Final = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")  # which train; see the tests
-ACTIVATIONS: Final = ("act_quant_kwargs", "activation_quantization")  # of them: not None if inputs are rounded, too
+ACTIVATIONS: Final = (
+    "act_quant_kwargs",
+    "activation_quantization",
+)  # set if inputs are rounded, too
 WHAT_TRAINS: Final = (
     "load the model with BitsAndBytesConfig, or torchao's Int8WeightOnlyConfig, Float8WeightOnlyConfig or "
     "IntxWeightOnlyConfig"

@@ -254,7 +254,9 @@ def shifted_labels(labels: Tensor, attention_mask: Tensor | None, boundaries: Se
 
 def without_masked(shift_labels: Tensor, attention_mask: Tensor) -> Tensor:
     """Removes the labels of masked tokens, and labels whose target is masked, from shifted labels."""
-    targets = torch.nn.functional.pad(attention_mask[:, 1:], (0, 1), value=1)  # of the last, nothing is known
+    targets = torch.nn.functional.pad(
+        attention_mask[:, 1:], (0, 1), value=1
+    )  # nothing is known about the last token's target
     return shift_labels.masked_fill((attention_mask == 0) | (targets == 0), IGNORE_INDEX)
 
 

@@ -26,7 +26,7 @@ __all__ = [
     "SequenceParallelSFTTrainer",
     "SequenceParallelTrainer",
 ]
-FILES: Final = {  # of classes; those that are not here are in trl.py
+FILES: Final = {  # where classes are, if not in trl.py
     "SequenceParallel": "trainer",
     "SequenceParallelTrainer": "trainer",
     "SequenceParallelAsyncGRPOTrainer": "async_grpo",

@@ -2,7 +2,7 @@
 
 model, optimizer, loader = prepare(accelerator, model, optimizer, loader, sequence_parallel_size=2)
 for batch in loader:
-    loss = model(**batch).loss      # of the whole batch, as on one process
+    loss = model(**batch).loss      # the whole batch's loss, as on one process
     accelerator.backward(loss)
 """
 
@@ -125,7 +125,7 @@ def enable(
         )
     if (found := split_model_of(inner)) is not None:
         return found
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast; fp8 has no other attention than bf16
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}  # dtypes of autocast; attention under fp8 runs in bf16
     mixed = accelerator.mixed_precision
     dtype = dtypes.get(mixed, torch.bfloat16 if mixed == "fp8" else inner.dtype)
     # Rows may be longer than a trainer's max_length: padding_free joins the rows of a batch.

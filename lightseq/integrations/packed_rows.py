@@ -27,7 +27,7 @@ PACKED: Final = ("input_ids", "labels", "attention_mask", ROUTED_EXPERTS, *IMAGE
 class PackedRows:
     """Places of a padded batch's tokens in one row of documents or trees."""
 
-    shape: tuple[int, int]  # of the padded batch
+    shape: tuple[int, int]  # shape of the padded batch
     places: Tensor  # (tokens,), in the flattened batch
     in_trees: Tensor | None = None  # (tokens,): the same tokens in a row of trees; None: documents, in the same order
     has_target: Tensor | None = None  # (tokens,): whether a row of trees predicts something for this row there

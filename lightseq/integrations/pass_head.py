@@ -34,7 +34,7 @@ class PassHead:
 
     model: PreTrainedModel
     transform: LogitTransform
-    labels: Tensor  # of this rank, shifted
+    labels: Tensor  # this rank's, shifted
     input: HeadInput | None = None  # what `loss_sum` got
     metrics: TokenMetrics | None = None  # what `token_log_probs` computed
 

@@ -72,7 +72,7 @@ def _is_async(function: Any) -> bool:
 
 
 def _finite(name: str, rewards: Any) -> list[Any]:
-    rewards = list(rewards)  # of a generator
+    rewards = list(rewards)  # it may be a generator
     for index, reward in enumerate(rewards):
         if reward is not None and not -float("inf") < float(reward) < float("inf"):
             raise ValueError(

@@ -39,10 +39,10 @@ class SplitInputs:
 
     batch: dict[str, Any]  # without labels
     options: dict[str, Any]
-    labels: Tensor | None  # of this rank, shifted
-    divisor: Tensor | None  # of the loss: the number of valid tokens
+    labels: Tensor | None  # this rank's, shifted
+    divisor: Tensor | None  # the number of valid tokens, which divides the loss
     shifted_here: bool  # from labels, as TRL does; per-token values then end one token earlier
-    length: int  # of the batch, or of its packed row, before padding
+    length: int  # tokens of the batch or of its packed row, before padding
     has_router_loss: bool
     packed: PackedRows | None  # the batch was packed into one row
 

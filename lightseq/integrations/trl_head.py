@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lightseq.parts.identity import hook_of, product_change
 
-TRL_FUNCTION: Final = ("trl.trainer.utils", "_fused_forward")  # of `add_fused_lm_head`
+TRL_FUNCTION: Final = ("trl.trainer.utils", "_fused_forward")  # the forward that `add_fused_lm_head` sets
 # Before there was a fused head, up to TRL 1.12: SFTTrainer's `loss_type="chunked_nll"`, and sums that it returns.
 TRL_CHUNKED: Final = ("trl.trainer.sft_trainer", "_chunked_ce_forward")
 CHUNKED_SUMS: Final = ("num_correct_tokens", "entropy_sum", "num_valid_tokens")

@@ -34,7 +34,14 @@ from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.parts.token_metrics import TokenMetrics
 from lightseq.utils.tensors import IGNORE_INDEX
 
-PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's outputs
+PER_TOKEN = (
+    "log_probs",
+    "entropy",
+    "log_sum_sq_probs",
+    "mean_logits",
+    "is_top1",
+    "label_mask",
+)  # outputs that TRL reads
 
 
 @dataclass
@@ -42,7 +49,7 @@ class _Pass:
     """State that the hooks of one forward pass share."""
 
     inputs: SplitInputs
-    changes: Changes  # of the model, in this pass only
+    changes: Changes  # what this pass changes in the model
     head: PassHead | None = None  # computes the loss, or TRL's token metrics, in this pass
     replaced: ReplacedHead | None = None  # the model's head, which calls it
     is_chunked: bool = False  # TRL's `loss_type="chunked_nll"` computes the loss

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightseq.kernels.fused.launches import fused_kernels
 
-MAX_TAPS: Final = 8  # of the Triton kernels, which keep as many rows in registers
+MAX_TAPS: Final = 8  # the Triton kernels keep as many rows in registers
 
 
 def convolve(

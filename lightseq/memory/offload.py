@@ -124,10 +124,10 @@ class Offload:
 
     def __init__(self, device: torch.device, memory: HostBufferPool, in_flight: int = IN_FLIGHT) -> None:
         self._in_flight = in_flight
-        self.offloaded_bytes = self.on_device_bytes = 0  # of the last or current forward pass
+        self.offloaded_bytes = self.on_device_bytes = 0  # in the last or current forward pass
         self.memory, self._device = memory, device
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._layers: list[_Layer] = []  # of the last or current forward pass
+        self._layers: list[_Layer] = []  # in the last or current forward pass
         self._running: _Layer | None = None
         self._owned_input: int | None = None  # storage of an input that only the layers read (`free_input_after_copy`)
 

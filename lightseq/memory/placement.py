@@ -24,7 +24,7 @@ class LayerCost:
 
     device_bytes: float  # on the GPU between forward and backward pass
     host_bytes: float
-    seconds: float  # of recomputation, per step
+    seconds: float  # spent on recomputation in a step
     copy_seconds: float = 0.0  # to or from the host; compute may hide it
 
 
@@ -65,7 +65,7 @@ def _in_words(action: str) -> str:
     return action.replace("_", " and ")
 
 
-Costs = Sequence[Mapping[str, LayerCost]]  # of each layer, by action
+Costs = Sequence[Mapping[str, LayerCost]]  # each layer's costs by action
 
 
 def place(
@@ -206,7 +206,7 @@ def _device_bytes(sums: _Sums, candidates: _Candidates, in_flight: int) -> NDArr
         return whole[middle] - whole[start] + inputs[end] - inputs[middle]
 
     spans = [float(whole[min(end, layers)] - whole[max(0, end - in_flight)]) for end in range(layers + 1)]
-    widest = np.maximum.accumulate(spans)[offloaded]  # of offloaded layers in flight, which save everything
+    widest = np.maximum.accumulate(spans)[offloaded]  # offloaded layers in flight save everything
     moments = [resident(layers), np.maximum(widest, fetched(0 * away, np.minimum(in_flight, away)))]
     # The first layers that stay are on the GPU beside the last offloaded ones.
     moments += [resident(away + n) + fetched(away - (in_flight - n), away) for n in range(1, in_flight)]

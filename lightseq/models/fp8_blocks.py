@@ -23,7 +23,7 @@ SCALES: Final = "_scale_inv"  # end of a tensor's name
 CODES: Final = "F8_E4M3"  # dtype, as safetensors name it
 READABLE: Final = {  # values of a quantization_config, the first of which it may leave out
     "fmt": ("e4m3", None),
-    "activation_scheme": ("dynamic", None),  # of inputs, which training does not round
+    "activation_scheme": ("dynamic", None),  # training does not round inputs
     "expert_dtype": ("fp8", None),
 }
 LEFT_OUT: Final = ("modules_to_not_convert", "ignored_layers")

@@ -20,7 +20,7 @@ from lightseq.utils.files import read_json
 
 METHOD: Final = "mxfp4"  # in quantization_config of config.json
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of tensors' names
-BYTES: Final = 16  # of a group
+BYTES: Final = 16  # bytes of a group
 GROUP: Final = 32  # elements
 EXPERTS_AT_ONCE: Final = 4  # converted, which takes several times their memory
 

@@ -25,7 +25,7 @@ class PackedWeight(Tensor):
     """
 
     raw: PackedBytes
-    whole: torch.Size  # of the weight that these are rows of
+    whole: torch.Size  # size of the weight that has these rows
     first_row: int | None  # None: a shard that FSDP2 fills later, and which has to be gathered before it is read
     transposed: bool
     from_host: bool = False  # a copy of a shard in host memory, as FSDP2 makes before it gathers
@@ -105,7 +105,7 @@ class PackedWeight(Tensor):
 
     codes = property(lambda self: self.raw.codes)
     scales = property(lambda self: self.raw.scales)
-    nested = property(lambda self: self.raw.nested)  # of NF4
+    nested = property(lambda self: self.raw.nested)  # only in NF4
     offset = property(lambda self: self.raw.offset)
 
     # FSDP2 calls this form, with the mesh alone, for shards of unequal sizes, too.

@@ -30,7 +30,7 @@ from lightseq.models.decoder import has_towers, head_weight_name, module_name, t
 
 DERIVED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")  # older files store what the config says
 IN_LIST = re.compile(r"(.+?)\.(\d+)\.(.+)")  # the name of a list of modules, a place in it, and the rest of a name
-Shapes = Mapping[str, Sequence[int]]  # of whole tensors, by name
+Shapes = Mapping[str, Sequence[int]]  # shapes of whole tensors by name
 
 
 class MissingTensorsError(ValueError):

@@ -39,7 +39,7 @@ def initialize(
                 for name in unset:
                     drawn[name].detach().copy_(constructed[name])
             for name in [*parameters]:  # in an order that all ranks share
-                if name in drawn:  # of a tied pair, only one is a parameter
+                if name in drawn:  # only one of a tied pair is a parameter
                     fill(parameters.pop(name), drawn[name].detach().__getitem__)
         done |= {*unit.modules()}
     assert not parameters, f"{min(parameters)} was not drawn"

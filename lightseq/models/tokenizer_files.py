@@ -12,7 +12,7 @@ from lightseq.utils.formatting import is_plain_name
 SETTINGS: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
 MORE_TEMPLATES: Final = "additional_chat_templates"  # folder of templates with other names
-VOCABULARY_FILES: Final = (  # of widely used classes; others are named by their class
+VOCABULARY_FILES: Final = (  # files of widely used classes; others are named by their class
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
     *("sentencepiece.model", "spm.model", "tekken.json"),
 )

@@ -29,7 +29,7 @@ from lightseq.models.tokenizer_files import PROCESSOR_FILES, copy_files, copy_to
 from lightseq.models.weight_files import INDEX, WEIGHTS, open_tensors, save_tensors, tensor_files, write_index
 from lightseq.utils.formatting import first_line
 
-SHARD_BYTES = 4 << 30  # of one file; rank 0 collects them in host memory
+SHARD_BYTES = 4 << 30  # largest file; rank 0 collects it in host memory
 ONE_MODEL = "copy config.json and the weights from one model, and remove tensors that it does not have"
 ROWS_AT_ONCE = 4096  # rows compared at a time
 LORA_INFIX = ".lora_"  # in the names of adapter parameters only
@@ -269,7 +269,7 @@ def save_pretrained(
     if main:
         directory.mkdir(parents=True, exist_ok=True)
         for old in (directory / WEIGHTS, directory / INDEX, *directory.glob("model-*.safetensors")):
-            old.unlink(missing_ok=True)  # of an earlier model
+            old.unlink(missing_ok=True)  # an earlier model's
 
     def flush() -> None:
         file = f"model-{len(set(written.values())) + 1:05d}.safetensors"

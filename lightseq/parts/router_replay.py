@@ -6,7 +6,7 @@ Training with the server's choice keeps log-probabilities of both close (Rollout
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
 
 ROUTED_EXPERTS: Final = "routed_experts"  # argument of layers: (batch, tokens, layers, experts of a token)
+REPLAY: Final = "lightseq_replay"  # attribute of a block of experts
 OWN_CHOICE: Final = -1  # stands for all experts of a token that the layer chooses itself, such as padding
 
 
@@ -67,7 +68,12 @@ def install(layers: Iterable[nn.Module], changes: Changes) -> None:
         readers = attention_modules(layer)
         for block, experts in blocks:
             assert replay is not None
-            changes.replace_forward(block, partial(_choose, replay, int(experts.num_experts)))
+            if "forward" in vars(block):
+                changes.replace_forward(block, partial(_choose, replay, int(experts.num_experts)))
+            else:
+                kind: Any = type(block)
+                changes.set_attribute(block, REPLAY, replay)
+                changes.set_attribute(block, "__class__", _replaying(kind, int(experts.num_experts)))
         for reader in readers:
             changes.add_hook(reader.register_forward_pre_hook(partial(_take_in_layer, replay), with_kwargs=True))
         changes.replace_forward(layer, partial(_take_before_layer, replay, bool(readers)))
@@ -165,6 +171,19 @@ def _take_in_layer(
     if replay is not None:
         replay.take(routed)
     return args, kwargs
+
+
+@cache
+def _replaying(kind: Any, experts: int) -> Any:
+    """Returns a subclass of a block's class that takes the experts of its replay.
+
+    Layers of one class share compiled code, which a forward function of each block's own would prevent.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _choose(vars(self)[REPLAY], experts, self, partial(kind.forward, self), *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def _choose(

@@ -71,9 +71,9 @@ class Routers:
         self._loads: list[Tensor | None] = [None] * len(self._biases)  # of a pass
         self._total_loads: list[Tensor] = []  # of all passes of a step
         for i, (router, index) in enumerate(routers):
-            changes.add_hook(router.register_forward_hook(partial(_observe_router, f"{self._name}|{i}", index)))
+            changes.add_hook(router.register_forward_hook(partial(_observe_router, self._name, _place(i), index)))
         for i, (experts, _) in enumerate(self._biases):
-            changes.add_hook(experts.register_forward_pre_hook(partial(_observe_experts, f"{self._name}|{i}")))
+            changes.add_hook(experts.register_forward_pre_hook(partial(_observe_experts, self._name, _place(i))))
         _ROUTERS[self._name] = self
 
     def begin(self, counted: Tensor | None) -> None:
@@ -158,9 +158,9 @@ class Routers:
 _ROUTERS: WeakValueDictionary[str, Routers] = WeakValueDictionary()
 
 
-def _slot(text: str) -> tuple[Routers, int]:
-    name, _, index = text.rpartition("|")
-    return _ROUTERS[name], int(index)
+def _place(index: int) -> Tensor:
+    """Returns a router's place among all. Layers share compiled code, which would have a number as a constant."""
+    return torch.tensor(index, device="cpu")
 
 
 # ---- parts of a model ------------------------------------------------------------------------------------------------
@@ -215,66 +215,64 @@ def _biases(model: PreTrainedModel) -> Iterator[tuple[Any, nn.Module]]:
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-def _observe_router(slot: str, index: int, _router: nn.Module, _args: Any, output: Any) -> Any:
+def _observe_router(name: str, place: Tensor, index: int, _router: nn.Module, _args: Any, output: Any) -> Any:
     """Passes one of a router's outputs that has gradients through the operator."""
     if isinstance(output, Tensor):
-        return _router_op(output, output, slot)
+        return _router_op(output, output, name, place)
     others = (i for i, x in enumerate(output) if i != index and isinstance(x, Tensor) and x.is_floating_point())
     carrier = next(others, index)
-    observed = _router_op(output[carrier], output[index], slot)
+    observed = _router_op(output[carrier], output[index], name, place)
     return (*output[:carrier], observed, *output[carrier + 1 :])
 
 
-def _observe_experts(slot: str, _experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _observe_experts(name: str, place: Tensor, _experts: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     hidden, chosen, *others = args
-    return hidden, _experts_op(chosen, slot), *others
+    return hidden, _experts_op(chosen, name, place), *others
 
 
 @torch.library.custom_op("lightseq::observe_router", mutates_args=())
-def _router_op(carrier: Tensor, logits: Tensor, slot: str) -> Tensor:
+def _router_op(carrier: Tensor, logits: Tensor, name: str, place: Tensor) -> Tensor:
     """Notes a router's sums, and returns a copy of its output `carrier`."""
-    routers, index = _slot(slot)
-    routers.note_router(index, logits)
+    _ROUTERS[name].note_router(int(place), logits)
     return carrier.clone()
 
 
 @_router_op.register_fake
-def _(carrier: Tensor, logits: Tensor, slot: str) -> Tensor:
+def _(carrier: Tensor, logits: Tensor, name: str, place: Tensor) -> Tensor:
     return torch.empty_like(carrier)
 
 
 @torch.library.custom_op("lightseq::router_loss_gradient", mutates_args=())
-def _gradient_op(logits: Tensor, gradient: Tensor, slot: str) -> Tensor:
+def _gradient_op(logits: Tensor, gradient: Tensor, name: str) -> Tensor:
     """Returns the gradient by a router's logits. `gradient` keeps a compiler from calling it in the forward pass."""
-    return _slot(slot)[0].gradient_of(logits)
+    return _ROUTERS[name].gradient_of(logits)
 
 
 @_gradient_op.register_fake
-def _(logits: Tensor, gradient: Tensor, slot: str) -> Tensor:
+def _(logits: Tensor, gradient: Tensor, name: str) -> Tensor:
     return torch.empty_like(logits)
 
 
 @torch.library.custom_op("lightseq::observe_experts", mutates_args=())
-def _experts_op(chosen: Tensor, slot: str) -> Tensor:
+def _experts_op(chosen: Tensor, name: str, place: Tensor) -> Tensor:
     """Notes the loads of experts, and returns a copy of the tokens' choices."""
-    routers, index = _slot(slot)
-    routers.note_experts(index, chosen)
+    _ROUTERS[name].note_experts(int(place), chosen)
     return chosen.clone()
 
 
 @_experts_op.register_fake
-def _(chosen: Tensor, slot: str) -> Tensor:
+def _(chosen: Tensor, name: str, place: Tensor) -> Tensor:
     return torch.empty_like(chosen)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-    _, logits, ctx.slot = inputs
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, str, Tensor], output: Tensor) -> None:
+    _, logits, ctx.name, _ = inputs
     ctx.save_for_backward(logits)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
     (logits,) = ctx.saved_tensors
-    return gradient, _gradient_op(logits, gradient, ctx.slot), None
+    return gradient, _gradient_op(logits, gradient, ctx.name), None, None
 
 
 _router_op.register_autograd(_backward, setup_context=_setup_context)

@@ -27,7 +27,7 @@ from lightseq.plan.run import PlannedRun, planned_run
 K = 2**10
 MAX_LENGTH, MAX_GPUS = 2**30, 512  # building schedules for more ranks takes minutes
 MIN_SUGGESTION_GAIN = 0.02  # smallest share of a step's time that is worth a suggestion
-RETRY_SHARE = 0.9  # of the planned memory, for the next plan of a run that did not fit although its plan did
+RETRY_SHARE = 0.9  # share of memory in the next plan, if a run did not fit although its plan did
 
 
 def longest(run: PlannedRun) -> int | None:

@@ -28,8 +28,8 @@ from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.windows import windowed_schedule
 
 CHUNK_TOKENS = 512  # tokens per chunk in a counted run
-MAX_FLASH_DIM = 256  # of the heads that flash kernels take
-SCORE_BLOCK_BYTES = 1.2e9  # of the cublas kernel, at any length (benchmarks/results/attention-2xh100-other-heads.jsonl)
+MAX_FLASH_DIM = 256  # largest head that flash kernels take
+SCORE_BLOCK_BYTES = 1.2e9  # the kernel cublas at any length (benchmarks/results/attention-2xh100-other-heads.jsonl)
 MAX_RING = 16  # ranks of the largest ring that is counted; larger rings are extrapolated from two smaller ones
 
 
@@ -148,7 +148,7 @@ class _MetaKernel:
         q, k, v, *_ = saved
         in_float32 = [q] if q.shape[2] == k.shape[2] else [q, k, v]
         if q.shape[3] > MAX_FLASH_DIM:
-            in_float32 = [k, v]  # of the cublas kernel
+            in_float32 = [k, v]  # gradients that the kernel cublas sums
         workspace = [torch.empty(x.shape, dtype=torch.float32, device="meta") for x in in_float32]
         dq, dk, dv = gradient_memory(into, saved)
         del workspace

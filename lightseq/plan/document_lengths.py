@@ -29,7 +29,7 @@ class DocumentLengths:
 
     mean_tokens: float
     area_per_token: float  # `Architecture.attention_area` of all documents over the tokens of all rows
-    longest_tokens: int  # of the longest document, whose positions the model has to cover
+    longest_tokens: int  # the model has to cover positions of the longest document
 
     def attention_share(self, length: int) -> float:
         """Returns the documents' attention as a share of full rows of `length` tokens."""

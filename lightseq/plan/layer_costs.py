@@ -61,7 +61,7 @@ class LayerCosts:
 class Treatment:
     """Choices of training that change what a layer saves and computes."""
 
-    policy: str  # of --remat
+    policy: str  # value of --remat
     compiled: bool
     tiles_mlp: bool  # its MLP runs over tiles of tokens
 

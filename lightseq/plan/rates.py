@@ -62,7 +62,7 @@ MARGIN = 0.08  # share of a GPU left to drivers, libraries and fragmentation (me
 # 8B at 128K on two H200, read with `python3 -m analysis profile` (dev/LOG.md has the first).
 CHAIN_TIME = 1.35  # a scan over ranks, with its summaries, relative to one on a rank alone (one trace, two H100)
 MATRIX_SHARE = 0.70  # matrix products of layers and loss (points; traces: 0.68 and 0.73)
-ATTENTION_SHARE = 0.97  # of the isolated layer's speed (schedule/timing.py) inside a step (points)
+ATTENTION_SHARE = 0.97  # speed inside a step beside the isolated layer's (schedule/timing.py; points)
 MEMORY_SHARE = 0.75  # GPU memory traffic (traces: compiled elementwise 0.80, AdamW 0.71)
 PEER_SHARE = 0.43  # a collective between GPUs beside running kernels (traces)
 NETWORK_RATE = 45e9  # bytes per second to other hosts: 400 Gb/s per GPU, nine tenths used (assumed)
@@ -70,7 +70,7 @@ HOST_LINK_SHARE = 0.6  # copies to and from pinned memory, fitted to the steps t
 # Traffic of element-wise kernels over their graph's, fitted to the same steps.
 ELEMENTWISE_TRAFFIC: Mapping[bool, float] = {False: 1.36, True: 1.0}
 TILED_MLP: Mapping[bool, int] = {False: 8, True: 12}  # elements of its width that an MLP over tiles moves (same steps)
-FORWARD_SHARE = 0.25  # of a layer's time; backward with recomputation takes three times as long (counted)
+FORWARD_SHARE = 0.25  # share of a layer's time; backward with recomputation takes three times as long (counted)
 FORWARD_AND_BACKWARD = (FORWARD_SHARE, 1 - FORWARD_SHARE)
 LOGIT_PASSES = 3.3  # passes over the logits by the loss kernel (traces)
 DIVERGENCE_PASSES = 30  # passes over float32 logits by both models' share of a divergence (counted)

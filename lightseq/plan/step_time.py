@@ -115,7 +115,7 @@ def _full_attention_seconds(run: PlannedRun, mixer: Attention) -> float:
 
 def _speed_of_scores(run: PlannedRun, mixer: Attention, flops_per_second: float) -> float:
     """Returns the FLOP/s of attention whose products run at a speed, and whose scores go through memory."""
-    flops = 2 * (mixer.heads.dim + mixer.heads.value_dim) * (1 + BACKWARD_FLOPS)  # of a score
+    flops = 2 * (mixer.heads.dim + mixer.heads.value_dim) * (1 + BACKWARD_FLOPS)  # FLOPs for a score
     return flops / (flops / flops_per_second + rates.SCORE_BYTES / memory_rate(run))
 
 

@@ -23,7 +23,7 @@ from lightseq.parts.packed_base import is_marked, pack_layers
 class Weights:
     """Bytes of some parameters, adapters included."""
 
-    stored: int = 0  # of the largest shard, with what every rank holds whole
+    stored: int = 0  # bytes of the largest shard, with what every rank holds whole
     gathered: int = 0  # on a rank while their unit runs, beside shards on the GPU ...
     fetched: int = 0  # ... and with shards in host memory
     trained: int = 0  # elements of those that get a gradient

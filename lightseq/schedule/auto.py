@@ -106,7 +106,7 @@ def choose_best(found: list[ChoiceEstimate], kv_heads: int) -> ChoiceEstimate:
     If every choice gathers more than MAX_GATHERED_BYTES, takes the most. One group is 1% faster than four at 128K on
     two H100 (benchmarks/results/attention-2xh100-head-groups.jsonl).
     """
-    fastest = min(found, key=lambda p: p.estimate.seconds)  # of equals the first
+    fastest = min(found, key=lambda p: p.estimate.seconds)  # the first of equals
     longest = (1 + MAX_SLOWDOWN) * fastest.estimate.seconds
     most = max(kv_heads, _total_head_groups(fastest.choice))
     same_but_head_groups = [

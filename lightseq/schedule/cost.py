@@ -20,7 +20,7 @@ class AttentionShape:
     head_dim: int
     batch: int = 1
     element_bytes: int = 2
-    value_dim: int | None = None  # of a head's values (default: head_dim, that of queries and keys)
+    value_dim: int | None = None  # elements of a head's values (default: head_dim)
     other_layers: tuple["AttentionShape", ...] = ()  # with other heads
 
     @property

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LayoutKind = Literal["contiguous", "zigzag", "striped", "explicit"]
-MAX_FRAGMENTS = 4  # of one rank where layers carry a state: every fragment sends a message of the same size
+MAX_FRAGMENTS = 4  # most on a rank where layers carry a state: each sends a message of the same size
 LAYOUT_KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 
 
@@ -41,7 +41,7 @@ class Layout:
     chunks_per_rank: int = 1
     ulysses: int = 1
     chunk_groups: tuple[int, ...] = ()  # explicit: the Ulysses group of each of its chunks
-    most_packed_chunks: int = 32  # of one rank, in the layouts that balance packed documents on these ranks
+    most_packed_chunks: int = 32  # most on a rank in layouts that balance packed documents
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUT_KINDS:

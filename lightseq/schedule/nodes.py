@@ -95,7 +95,7 @@ class Nodes:
         the earlier half ends. So n branches take about log2(n) calls of a kernel, not n.
         """
         left: list[tuple[tuple[int, int], ...]] = []  # by node: paths that lead to its own, and the end of what it sees
-        branches: dict[int, list[Branch]] = {}  # of each path, from the last that leaves it
+        branches: dict[int, list[Branch]] = {}  # branches of each path, from the last that leaves it
         for node, head in enumerate(self._heads):
             parent = ROOT if self.parents is None else self.parents[head]
             left.append(() if parent == ROOT else (*left[parent], (self._heads[parent], self.boundaries[parent + 1])))

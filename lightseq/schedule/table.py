@@ -99,7 +99,7 @@ class Schedule:
     total_head_groups: int
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
-    nodes: Nodes | None = None  # of a packed sequence; None: one document of any length
+    nodes: Nodes | None = None  # a packed sequence's; None: one document of any length
     window: int | None = None  # keys that a query sees, with its own; None: all before it
     # Each rank gathers the whole q, k and v of its heads, so they can be saved for the backward pass, in place of the
     # rank's own q, k and v.

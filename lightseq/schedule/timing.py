@@ -26,7 +26,7 @@ COLUMNS = (("q", "kv", "out", None), ("q", "kv", "dq", "dkv"))
 class Rates:
     """Speed of one rank of a machine, and its fixed costs. All positive."""
 
-    flops_per_second: float  # of the attention kernel at full load
+    flops_per_second: float  # the attention kernel's at full load
     call_seconds: float  # fixed cost of a kernel call from FULL_CALL_TOKENS on, the mean of forward and backward
     host_bytes_per_second: float  # received from ranks of the same host
     network_bytes_per_second: float  # received from other hosts, at the same time
@@ -71,7 +71,7 @@ class Estimate:
     exposed_seconds: float  # communication that no kernel hides, and the slowdown of kernels by the rest
     memory_seconds: float  # packing, merging and summing
     gathered_bytes: float  # peak bytes of gathered operands on a rank
-    launch_seconds: float  # of the host, during which the device may wait
+    launch_seconds: float  # the host's, during which the device may wait
 
     @property
     def seconds(self) -> float:

@@ -18,8 +18,8 @@ from lightseq.schedule.nodes import Ints, Nodes
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Assignment, Schedule, Tile, derive_steps
 
-MAX_PIECES = 64  # of a chunk
-MAX_EXCESS = 0.02  # of the tokens fetched, over those that the window needs
+MAX_PIECES = 64  # most pieces of a chunk
+MAX_EXCESS = 0.02  # share of fetched tokens that may lie outside the window
 
 
 @lru_cache(maxsize=MAX_PACKED_TABLES)  # a model has few windows, and all its layers share their tables

@@ -45,7 +45,7 @@ class Documents:
 
     boundaries: Tensor  # the `node_tensor`, which operators take, int64 on the CPU
     layout: Layout
-    count: int  # of documents, padding left out
+    count: int  # number of documents without padding
     rows: RowPlaces | None = None  # set where rows were made trees
 
     @property

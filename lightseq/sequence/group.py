@@ -32,7 +32,7 @@ class SequenceGroup:
     name: str
     process_group: dist.ProcessGroup
     rank: int  # in the group
-    layout: Layout  # of sequences that are not packed
+    layout: Layout  # for sequences that are not packed
     transport: Transport
     balances_documents: bool  # every packed sequence gets a layout that balances the work on its documents
     batch: BatchState = field(default_factory=BatchState)

@@ -78,14 +78,14 @@ class LookBack:
     """
 
     lookers: int  # tokens that look back
-    own_slots: Tensor  # of the result
-    own_rows: Tensor  # of x, one for each slot
+    own_slots: Tensor  # rows of the result that come from this rank
+    own_rows: Tensor  # rows of x, one for each own slot
     received_slots: Tensor
-    received_rows: Tensor  # of the received rows, one for each slot
-    sent_rows: Tensor  # of x
-    rows: Tensor  # of x, sorted: those of own_rows and sent_rows
-    own_places: Tensor  # of own_rows among `rows`
-    sent_places: Tensor  # of sent_rows
+    received_rows: Tensor  # rows received, one for each received slot
+    sent_rows: Tensor  # rows of x
+    rows: Tensor  # rows of x in own_rows or sent_rows, sorted
+    own_places: Tensor  # where own_rows stand in `rows`
+    sent_places: Tensor  # where sent_rows stand in `rows`
     sent_counts: list[int]  # by rank
     received_counts: list[int]
     communicates: bool  # the same on all ranks

@@ -25,7 +25,7 @@ class BaseWeights:
     """Base weights to merge an adapter into."""
 
     stored: str | None  # form of packed weights in the files
-    packed_base: PackedBase | None  # of the run, if the adapter was trained on packed weights
+    packed_base: PackedBase | None  # the run's, if the adapter was trained on packed weights
     quantized: frozenset[str] = frozenset()  # names in the files of weights that the run quantized on loading
 
     def read(self, name: str, stored: Any) -> tuple[Tensor, torch.dtype]:
@@ -86,7 +86,7 @@ def _quantized_on_loading(source: Path) -> frozenset[str]:
         files = tensor_files(source, "copy it again")
         renamed = layout_of_files(model, base_parameters(model), files).renamed
         names = [weight.name for weight in weights_to_quantize(model)]
-    except Exception as error:  # of foreign code, or files of another model
+    except Exception as error:  # foreign code, or files of another model
         raise ValueError(
             f"{source} does not show which weights training had in four bits ({error}); give its base model with "
             f"--model_name_or_path, or add {FLAG}"

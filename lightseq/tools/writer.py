@@ -53,7 +53,7 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 class Writer:
     """A model in evaluation mode, its tokenizer, and how tokens are drawn."""
 
-    name: str  # of the checkpoint, as given
+    name: str  # the checkpoint as given
     model: Any
     tokenizer: Any
     sampling: dict[str, Any]

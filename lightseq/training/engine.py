@@ -45,8 +45,8 @@ class Engine(Protocol):
     memory: MemorySettings
     plan: Plan | None  # which the memory settings come from; None: no planner decided, as on CPUs
     sharding_description: str  # sharding and location of the parameters, for display
-    offload: Offload | None  # of activations
-    routers: Routers | None  # of experts, if a flag balances them
+    offload: Offload | None  # moves activations to the host
+    routers: Routers | None  # only if a flag balances experts
     stopwatch: Stopwatch  # times the work that waits for no other rank
 
     def backward(self, share: Tensor, last: bool) -> None:

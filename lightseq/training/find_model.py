@@ -45,7 +45,7 @@ class FoundModel:
     warnings: Notes
     lora: Lora | None = None
     unscaled: PreTrainedConfig | None = None  # the config without --rope_scaling, if that was given
-    packed_base: PackedBase | None = None  # of the frozen weights
+    packed_base: PackedBase | None = None  # how frozen weights are stored
 
 
 def find_model(config: TrainConfig, family: ModelFamily, world: World) -> FoundModel:

@@ -71,8 +71,8 @@ class Inputs:
     resume_point: ResumePoint = FRESH_START
     lora: Lora | None = None  # None: all weights are trained
     lora_adapter: Path | None = None  # to start from
-    packed_base: PackedBase | None = None  # of the frozen weights
-    teacher: FetchedTeacher | None = None  # of --objective distill
+    packed_base: PackedBase | None = None  # how frozen weights are stored
+    teacher: FetchedTeacher | None = None  # only with --objective distill
     documents: DocumentLengths | None = None  # None: rows are not packed
     tokenizer: Path | None = None  # directory of the tokenizer to save with checkpoints
     bytes_are_tokens: bool = False  # the tokenizer of bytes is saved with checkpoints
@@ -248,7 +248,9 @@ def _collect_notes(
 ) -> Notes:
     """Returns the lines to print at the start. `check_notes` come from the checks of flags and checkpoint."""
     stream, total_steps, resume_from = streams.training, streams.total_steps, resume_point.path
-    notes = stream.examples.notes + (streams.evaluation.examples.notes if streams.evaluation else ())
+    notes = stream.examples.notes
+    if streams.evaluation:
+        notes += tuple(_of_evaluation(note) for note in streams.evaluation.examples.notes)
     notes += tuple(f"warning: passed over {path}: {damage}" for path, damage in resume_point.damaged)
     notes += check_notes + warn_unreached(config, stream, total_steps)
     if resume_from is not None:
@@ -268,3 +270,9 @@ def _bytes_are_tokens(config: TrainConfig, directory: Path | None) -> bool:
         return config.tokenizer == ByteTokenizer.name
     own = directory is not None and has_tokenizer(str(directory))
     return not own and made_with_one(paths_of(config.data_path)) == ByteTokenizer.name
+
+
+def _of_evaluation(note: str) -> str:
+    """Marks a note on data as one on the evaluation's."""
+    warning = "warning: "
+    return f"{warning}evaluation: {note.removeprefix(warning)}" if note.startswith(warning) else f"evaluation: {note}"

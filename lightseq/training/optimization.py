@@ -20,8 +20,13 @@ from lightseq.utils.formatting import first_line
 from lightseq.utils.source import source_digest
 
 NORM_ROW = 1 << 14  # values per partial sum of squares
-NOT_SETTINGS = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # of a schedule, set by flags
-CHECKED_STEPS = 1000  # of a schedule, evenly spaced
+NOT_SETTINGS = {
+    "optimizer",
+    "num_warmup_steps",
+    "num_training_steps",
+    "last_epoch",
+}  # arguments of schedules that flags set
+CHECKED_STEPS = 1000  # steps at which a schedule is tried, evenly spaced
 LORA_B = f"{LORA_INFIX}B."  # in the names of adapters' second factors
 RATE_RATIO = "rate_ratio"  # key of a parameter group: its learning rate over that of the run
 UNKNOWN_PARAMETER = 2**31  # stands for a parameter's index if some gradient is not finite, but not known which

@@ -123,7 +123,7 @@ class StepStats:
             # time in nanoseconds and rank in one number, so that the maximum also tells the rank
             "slowest": math.floor(own_seconds * 1e9) * self.world.size + self.world.rank,
         }
-        not_finite = losses.isfinite().logical_not().double().unbind()  # of each step
+        not_finite = losses.isfinite().logical_not().double().unbind()  # one for each step
         totals, worsts = reduce_over_ranks([*sums.values(), *not_finite], [*worst.values()], device)
         norm = results[-1].grad_norm.to(device, torch.float64, non_blocking=True).reshape(1)
         with_target = (torch.stack([result.counted for result in results]) > 0).sum(dtype=torch.float64).reshape(1)

@@ -26,7 +26,7 @@ class KernelSpec:
     packed: bool = False  # most tiles hold several documents
     windows: bool = False  # some layers have a sliding window
     softcap: bool = False  # some layers cap their scores
-    value_dim: int | None = None  # of a head's values (default: head_dim, that of queries and keys)
+    value_dim: int | None = None  # elements of a head's values (default: head_dim)
 
     @property
     def has_other_values(self) -> bool:

@@ -21,7 +21,7 @@ from lightseq.kernels.fused import score_blocks
 from lightseq.kernels.fused.products import add_batched_product, batched_product
 
 MAX_SCORES = 2**26  # in a block of all heads: 256 MiB in float32
-KEYS, MIN_QUERIES = 4096, 128  # of a block
+KEYS, MIN_QUERIES = 4096, 128  # size of a block
 
 
 class CublasKernel:

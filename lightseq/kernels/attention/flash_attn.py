@@ -44,7 +44,7 @@ class _FlashAttention:
     max_capability_exclusive: ClassVar[tuple[int, int]] = (99, 0)
     causal_alignment: ClassVar[Literal["bottom_right"]] = "bottom_right"
     has_windows: ClassVar[bool] = True
-    takes_narrower_values: ClassVar[bool] = False  # of fewer dimensions than keys
+    takes_narrower_values: ClassVar[bool] = False  # values may have fewer elements than keys
 
     def with_softcap(self, softcap: float) -> Self:
         return replace(self, softcap=softcap)

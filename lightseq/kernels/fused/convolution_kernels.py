@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 128  # of a tile; W - 1 more are read
+ROWS = 128  # rows that a program writes; it reads W - 1 more
 BLOCK = 128  # channels of one program
 UNROLL = 4  # rows that are loaded at once, which hides the latency of memory
 WARPS = 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightseq.kernels.fused.launches import Launch, alignments
 from lightseq.utils.tensors import upload
 
-COPY_WORDS = 2048  # of 8 bytes, for one program of a copy
+COPY_WORDS = 2048  # words of 8 bytes that one program copies
 SUM_ELEMENTS = 2048  # for one program of a sum
 MERGE_ELEMENTS = 1024  # for one program of a merge
 

@@ -20,7 +20,7 @@ MODULES: Final = {
 FLA_KERNELS: Final = {(True, False): "fla_delta", (True, True): "fla_kimi", (False, False): "fla_decay"}
 FLA: Final = "0.6"  # the version whose kernels are called one by one
 INSTALL: Final = f"pip install 'flash-linear-attention=={FLA}.*' tilelang"
-MAX_KEYS: Final = 256  # of fla's kernels
+MAX_KEYS: Final = 256  # most elements of a key in fla's kernels
 
 
 def select_kernel(x: ScanInputs) -> ScanKernel:

@@ -16,6 +16,8 @@ from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.context import one_rank_context
 from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
 from lightseq.config.train_config import TrainConfig
+from lightseq.data.mixture import paths_of
+from lightseq.data.sources import HUB_PREFIX
 from lightseq.distributed.parallel_dims import check_expert_size
 from lightseq.kernels.attention.tile_kernel_choice import why_unsupported
 from lightseq.models import bnb4
@@ -179,6 +181,11 @@ def _notes(family: ModelFamily, run: PlannedRun, may_offload: bool) -> list[str]
             hardware.chip is not MEASURED_ON
         ),
         "bandwidth between hosts is assumed (400 Gb/s per GPU), not measured": (hardware.gpus > hardware.gpus_per_host),
+    }
+    notes |= {
+        f"--data_path {path} is not here, so its documents are not counted": True
+        for path in paths_of(config.data_path or "")
+        if config.packing != "none" and not Path(path).exists() and not path.startswith(HUB_PREFIX)
     }
     before = resolve(family, config.model_name, random_init=True).config if config.rope_scaling else None
     longest = run.documents.longest_tokens if run.documents else config.model_max_length

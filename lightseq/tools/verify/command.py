@@ -52,9 +52,9 @@ from lightseq.training.setup_checks import kernel_specs
 from lightseq.utils.formatting import plural
 
 RECORD, PROGRAM = "verify.jsonl", "lightseq verify"
-TIMEOUT_SECONDS = 600.0  # of collectives, in case a rank dies
+TIMEOUT_SECONDS = 600.0  # timeout of collectives, in case a rank dies
 LAYERS = 2  # multiplied by --layers_per_checkpoint, which is limited to 2
-MAX_KINDS = 4  # of layers, each of which is verified even if that takes more layers
+MAX_KINDS = 4  # kinds of layers, each of which is verified even if that takes more layers
 MAX_TOKENS = {"cuda": 4096, "cpu": 256}  # per sequence
 MAX_STEP_TOKENS = {"cuda": 32768, "cpu": 1024}  # over all sequences, which the plain model runs one by one
 MIN_CHUNK = 4  # tokens
