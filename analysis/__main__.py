@@ -32,20 +32,13 @@ COMMANDS: Mapping[str, str] = {
     "report": "Writes an HTML page of all results below a directory. It is one self-contained file with training runs, "
     "sweeps, evaluations, verifications, plans and benchmarks. Needs jinja2 and plotly.",
 }
-REMOVED: Mapping[str, str] = {
-    "cluster": "benchmarks/plan_attention.py of the repository prints the efficiency of every schedule",
-    "needle": f"{PROGRAM} evaluate draws the needle searches of lightseq evaluate",
-    "watch": "watch a run in TensorBoard (train with --report_to tensorboard) or read its log",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command, or plots runs. Prints refused input as one line and returns 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name = words.pop(0) if words and words[0] in {*COMMANDS, *REMOVED} else CURVES
+    name = words.pop(0) if words and words[0] in COMMANDS else CURVES
     try:
-        if name in REMOVED:
-            raise ValueError(f"there is no command {name!r} any more; {REMOVED[name]}")
         arguments = parser(name).parse_args(words)
         return int(import_module(f".{name}", __package__).main(arguments))
     except ImportError as error:

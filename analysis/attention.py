@@ -8,17 +8,7 @@ from matplotlib.figure import Figure
 from lightseq.config.lengths import format_tokens
 
 from .benchmark import CEILING, OURS, Benchmark, LengthTable, group_by, shades
-from .drawing import (
-    Point,
-    bars_figure,
-    draw_bars,
-    draw_line,
-    label_lines,
-    length_axis,
-    new_figure,
-    subtitle,
-    value_axis,
-)
+from .drawing import Point, draw_bars, draw_line, label_lines, length_axis, new_figure, subtitle, value_axis
 from .records import Record
 from .style import GREY, THIN, WIDE, looks
 
@@ -75,10 +65,10 @@ class AttentionTable(LengthTable):
         lines = self.by_label(self.measured)
         if not lines:
             return None
+        out = new_figure(8, 5)
+        axes = out.subplots()
         if len(self.lengths) == 1:
             bars = {f"{format_tokens(self.lengths[0])} tokens": {key: point(mine[0]) for key, mine in lines.items()}}
-            out = bars_figure(bars)
-            axes = out.subplots()
             axes.set(xlabel=RATE)
             draw_bars(axes, bars, shades(self.measured))
             value_axis(axes, np.array([r["tflops_per_gpu"] for r in self.measured]), may_be_logarithmic=False)
@@ -86,8 +76,6 @@ class AttentionTable(LengthTable):
                 if record["implementation"] == CEILING:
                     axes.axvline(record["tflops_per_gpu"], color=GREY, linestyle="--", linewidth=1.2, zorder=0)
         else:
-            out = new_figure(8, 5)
-            axes = out.subplots()
             axes.set(ylabel=RATE)
             for (label, records), look in zip(lines.items(), looks([[label] for label in lines]), strict=True):
                 if records[0]["implementation"] == CEILING:

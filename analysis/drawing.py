@@ -200,9 +200,9 @@ def draw_line(axes: Axes, points: Sequence[Point], label: str, **look: Any) -> N
 
 
 def draw_bars(axes: Axes, groups: Mapping[str, Mapping[str, Point]], shades: Mapping[str, str]) -> None:
-    """Draws horizontal bars from the top down, each with its name at the left, below the heading of its group.
+    """Draws bars from the top down, each with its name at the left, below the heading of its group, if it has one.
 
-    `shades` has the colors of names. A group without a heading is the only one.
+    `shades` has the colors of names. The figure gets the height that fits.
     """
     ticks: dict[float, str] = {}
     row, beside = 0.0, axes.get_yaxis_transform()
@@ -220,14 +220,9 @@ def draw_bars(axes: Axes, groups: Mapping[str, Mapping[str, Point]], shades: Map
         row += 0.4
     axes.set_yticks(list(ticks), list(ticks.values()))
     axes.set_ylim(row - 0.8, -0.7)
+    axes.figure.set_figheight(1.7 + 0.3 * row)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
-
-
-def bars_figure(groups: Mapping[str, Mapping[str, Point]], panels: int = 1) -> Figure:
-    """Returns a figure whose height fits the bars of the groups."""
-    rows = sum(len(points) + 1.4 * bool(heading) for heading, points in groups.items())
-    return new_figure(8.5 if panels == 1 else 11, 1.7 + 0.3 * rows)
 
 
 def three_digits(value: float) -> str:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from lightseq.config.lengths import format_tokens
 
 from .benchmark import Benchmark, Measurements, group_by
-from .drawing import Point, bars_figure, draw_bars, subtitle, value_axis
+from .drawing import Point, draw_bars, new_figure, subtitle, value_axis
 from .output import GIB
 from .records import Record
 from .runs import hardware, versions
@@ -63,7 +63,7 @@ class Limits(Measurements):
             size, above = r["parameters"] / BILLION, (r["too_many_parameters"] or r["parameters"]) / BILLION
             peak = f", {r['peak_bytes'] / GIB:.0f} GiB each" if r["peak_bytes"] else ""
             bars.setdefault(name(r), {})[f"{gpus(r)}{peak}"] = Point("", size, size, above)
-        out = bars_figure(bars)
+        out = new_figure(8.5, 4)
         axes = out.subplots()
         draw_bars(axes, bars, {})
         value_axis(axes, np.array([each.high for points in bars.values() for each in points.values()]), False)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from .drawing import label_lines, new_figure, plain_ticks, save, span_of, subtitle, value_axis
 from .metrics import METRICS, Metric, metric_of
 from .output import output_dir, print_lines
-from .plots_figure import draw_steps, number_first, setting_figure
+from .plots_figure import draw_settings, draw_steps, number_first
 from .plots_file import STEP, Plot, read_plots, short_name
 from .records import print_notes, read_each
 from .runs import Run, describe, past_warmup, phrase, read_run, section, settings, versions
@@ -136,21 +136,21 @@ def figure(plot: Plot, runs: Sequence[Run]) -> Figure:
     groups = group_runs(plot, chosen)
     infos = [run.info for run in chosen]
     lines = [describe(infos, without=(plot.x, *plot.series)), versions(infos)]
+    out = new_figure(8, 4.8)
+    axes = out.subplots()
     if plot.x == STEP:
-        out = new_figure(8, 4.8)
-        draw_steps(out.subplots(), groups, metric)
+        draw_steps(axes, groups, metric)
         values = np.concatenate([past_warmup(metric.column(run)) for run in chosen])
     else:
         points = {
             name: [metric.point(run, settings(run.info).get(plot.x, "none")) for run in mine]
             for name, mine in groups.items()
         }
-        out = setting_figure(plot.x, points)
+        draw_settings(axes, plot.x, points)
         everywhere = [point for mine in points.values() for point in mine]
         values = np.array([end for point in everywhere for end in (point.low, point.high)])
         if any(point.high > point.low for point in everywhere):
             lines.append("Medians after the warm-up; whiskers from the lowest to the highest step")
-    (axes,) = out.axes
     axes.set_title(plot.title or metric.title)
     axes.set(**{"xlabel" if axes.patches else "ylabel": metric.unit})
     values = values[np.isfinite(values)]

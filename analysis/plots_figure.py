@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from lightseq.config.lengths import format_tokens
 
-from .drawing import LOG_FROM, SMALL_TITLE, Point, bars_figure, draw_bars, draw_curve, draw_line, new_figure, step_axis
+from .drawing import LOG_FROM, SMALL_TITLE, Point, draw_bars, draw_curve, draw_line, step_axis
 from .metrics import Metric
 from .runs import Run, phrase
 from .style import looks
@@ -43,7 +42,7 @@ def draw_steps(axes: Axes, groups: Mapping[tuple[str, ...], Sequence[Run]], metr
             axes.set_title(f"{len(curves)} curves: {text}", **SMALL_TITLE)
 
 
-def setting_figure(key: str, groups: Mapping[tuple[str, ...], Sequence[Point]]) -> Figure:
+def draw_settings(axes: Axes, key: str, groups: Mapping[tuple[str, ...], Sequence[Point]]) -> None:
     """Plots lines over a numeric setting, and bars otherwise."""
     places = sorted({point.x for points in groups.values() for point in points}, key=number_first)
     names = {", ".join(name): points for name, points in groups.items()}
@@ -54,18 +53,14 @@ def setting_figure(key: str, groups: Mapping[tuple[str, ...], Sequence[Point]]) 
             heading = phrase(key, place) if len(names) > 1 else ""
             found = {name: point for name, points in names.items() for point in points if point.x == place}
             bars.setdefault(heading, {}).update(found if heading else {phrase(key, place): found[next(iter(names))]})
-        out = bars_figure(bars)
-        draw_bars(out.subplots(), bars, {name: look["color"] for name, look in styles.items()})
-        return out
-    out = new_figure(8, 4.8)
-    axes = out.subplots()
+        draw_bars(axes, bars, {name: look["color"] for name, look in styles.items()})
+        return
     for name, points in names.items():
         draw_line(axes, sorted(point._replace(x=float(point.x)) for point in points), name, **styles[name])
     axes.set_xlabel(LABELS.get(key, key.replace("_", " ")))
     if 0 < LOG_FROM * float(places[0]) <= float(places[-1]):
         axes.set_xscale("log", base=2)
     setting_ticks(axes, places)
-    return out
 
 
 def setting_ticks(axes: Axes, places: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """Benchmark of training steps: `python3 -m analysis step FILE...` plots tokens/s and memory by length."""
 
+import textwrap
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 from lightseq.config.lengths import format_tokens
 
 from .benchmark import BASELINE, Benchmark, LengthTable, group_by, place, shades
-from .drawing import Point, bars_figure, draw_bars, subtitle, value_axis
+from .drawing import Point, draw_bars, new_figure, subtitle, value_axis
 from .output import GIB
 from .records import Record
 
@@ -20,7 +21,6 @@ KEYS = (
     *("tokens_per_second_highest", "mfu", "model_tflops_per_gpu", "peak_memory_allocated_bytes", "first_loss"),
     *("last_loss", "losses_finite"),
 )
-LONGEST_REASON = 40  # letters in place of a bar
 
 
 class StepTable(LengthTable):
@@ -78,7 +78,7 @@ class StepTable(LengthTable):
     def figure(self) -> Figure:
         """Plots tokens per second by length, and peak memory if it is known."""
         panels = 1 + any(record["peak_memory_allocated_bytes"] for record in self.records)
-        out = bars_figure(self.bars(throughput), panels)
+        out = new_figure(8.5 if panels == 1 else 11, 4)
         left, *right = out.subplots(1, panels, squeeze=False, sharey=True)[0]
         left.set(title="Whole training steps", xlabel="tokens per second, all GPUs")
         self.draw(left, throughput)
@@ -88,15 +88,12 @@ class StepTable(LengthTable):
         subtitle(out, self.title, "Medians; whiskers from the slowest to the fastest step")
         return out
 
-    def bars(self, point: Callable[[Record], Point]) -> dict[str, dict[str, Point]]:
-        """Returns the bars of each length, in the order of the table."""
-        return {
+    def draw(self, axes: Axes, point: Callable[[Record], Point]) -> None:
+        """Plots the bars of each length, in the order of the table."""
+        groups = {
             f"{format_tokens(length)} tokens": {r["label"]: point(r) for r in self.records if r["length"] == length}
             for length in self.lengths
         }
-
-    def draw(self, axes: Axes, point: Callable[[Record], Point]) -> None:
-        groups = self.bars(point)
         draw_bars(axes, groups, shades(self.records))
         values = np.array([each.value for points in groups.values() for each in points.values()])
         value_axis(axes, values[np.isfinite(values)], may_be_logarithmic=True)
@@ -104,8 +101,7 @@ class StepTable(LengthTable):
 
 def throughput(record: Record) -> Point:
     if record["skipped"]:
-        note = record["skipped"] if len(record["skipped"]) < LONGEST_REASON else "skipped"
-        return Point(record["length"], np.nan, np.nan, np.nan, note)
+        return Point(record["length"], np.nan, np.nan, np.nan, textwrap.shorten(record["skipped"], 40))
     rates = [record[f"tokens_per_second{end}"] for end in ("", "_lowest", "_highest")]
     return Point(record["length"], *rates)
 

@@ -11,7 +11,7 @@ import pytest
 from analysis_files import record, write_run
 from matplotlib.figure import Figure
 
-from analysis.__main__ import COMMANDS, REMOVED, main
+from analysis.__main__ import COMMANDS, main
 from analysis.curves import figures, loss_figure
 from analysis.drawing import plain_ticks, save, spread
 from analysis.runs import Run, describe, labels, median, read_run, read_runs, smooth, warmup_records
@@ -47,13 +47,6 @@ def test_help_names_every_command_on_a_line_of_its_own(
             lines = shown.splitlines()
             assert max(map(len, lines)) <= 80
             assert [line.split()[0] for line in lines[-len(COMMANDS) :]] == list(COMMANDS)
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_command_names_its_replacement(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "outputs/run"]) == 2
-    error = f"analysis: error: there is no command {name!r} any more; {REMOVED[name]}\n"
-    assert capsys.readouterr() == ("", error)
 
 
 def test_the_program_runs_without_torch(tmp_path: Path) -> None:
