@@ -96,6 +96,8 @@ def test_loops_refuse_a_batch_with_tokens_of_images_or_audio(model_type: str, al
     text[1, 2], name = next(iter(placeholder_ids(model.config).items()))
     with pytest.raises(ValueError, match=f"row 1 has token id {text[1, 2]}, the model's {name}"):
         hf.shard_batch(context, text, text)
+    with pytest.raises(ValueError, match=f"the model's {name}.*trees of rows hold text only; use shard_batch for"):
+        hf.shard_rows(context, text.tolist(), [[0.0, 1.0, 1.0]] * 2)
 
 
 def test_text_passes() -> None:

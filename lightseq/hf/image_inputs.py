@@ -18,6 +18,7 @@ MASK: Final = "pixel_attention_mask"  # 0 for padding of images that are smaller
 BESIDE_PIXELS: Final = ("image_grid_thw", "image_sizes", "spatial_shapes", MASK)  # have a row for each image
 IMAGE_INPUTS: Final = (PIXELS, *BESIDE_PIXELS, *TOKEN_TYPES)  # what `shard_batch` takes of images
 ALL_INPUTS: Final = "pass all that the processor returns"
+PASS_ALL: Final = f"{ALL_INPUTS}, or leave the row out"
 REMEDY: Final = "train the model on rows of text, or on one rank without lightseq"
 TEXT_ARGUMENTS: Final = frozenset(
     {
@@ -82,7 +83,7 @@ def check_shapes(model: PreTrainedModel, images: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{MASK} {tuple(mask.shape)} does not fit {PIXELS} {shape}; {ALL_INPUTS}")
 
 
-def check_text_only(input_ids: Tensor, placeholders: Mapping[int, str]) -> None:
+def check_text_only(input_ids: Tensor, placeholders: Mapping[int, str], remedy: str = PASS_ALL) -> None:
     """Raises ValueError for tokens of images or audio in a batch without any. Those on a GPU are checked there.
 
     `placeholders` are the names of such token ids.
@@ -95,7 +96,7 @@ def check_text_only(input_ids: Tensor, placeholders: Mapping[int, str]) -> None:
         name = placeholders[int(input_ids[row, token])]
         raise ValueError(
             f"row {row} has token id {int(input_ids[row, token])}, the model's {name}, but the batch has no "
-            "pixel_values; pass all that the processor returns, or leave the row out"
+            f"pixel_values; {remedy}"
         )
 
 

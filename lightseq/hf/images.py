@@ -20,6 +20,7 @@ from lightseq.hf.image_inputs import (
     BESIDE_PIXELS,
     IMAGE_INPUTS,
     MASK,
+    PASS_ALL,
     PIXELS,
     REMEDY,
     TOKEN_TYPES,
@@ -113,6 +114,13 @@ def install(model: PreTrainedModel, context: SequenceContext, changes: Changes) 
     return features
 
 
+def check_text(context: SequenceContext, input_ids: Tensor, remedy: str = PASS_ALL) -> None:
+    """Raises ValueError for tokens of images or audio in a batch of text."""
+    model = _MODELS.get(context.name)
+    if model is not None and (placeholders := placeholder_ids(model.config)):
+        check_text_only(input_ids, placeholders, remedy)
+
+
 def whole_images(
     context: SequenceContext, input_ids: Tensor, given: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Tensor]] | None:
@@ -129,8 +137,7 @@ def whole_images(
         raise ValueError(f"{wrong[0]} is a {type(given[wrong[0]]).__name__}; give a tensor")
     model = _MODELS.get(context.name)
     if given.keys() <= set(TOKEN_TYPES) and not any(bool(value.any()) for value in given.values()):
-        if model is not None and (placeholders := placeholder_ids(model.config)):
-            check_text_only(input_ids, placeholders)
+        check_text(context, input_ids)
         return None
     if PIXELS not in given:
         raise ValueError(f"{next(iter(given))} without {PIXELS}; {ALL_INPUTS}")

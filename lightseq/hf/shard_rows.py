@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum
+from lightseq.hf.images import check_text
 from lightseq.hf.shard_batch import shard_batch
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.sequence.documents import RowPlaces
@@ -39,12 +40,14 @@ def shard_rows(
     `routed_experts` has a rollout's choice of experts for each row, (tokens, layers, experts of a token), as in
     `shard_batch`. Router losses count a token once for each row that holds it, as over the separate rows.
 
-    Raises ValueError for rows without tokens, weights of other lengths or that are not finite, and rows that chose
-    other experts for a token that they share.
+    Raises ValueError for rows without tokens or with those of images, weights of other lengths or that are not finite,
+    and rows that chose other experts for a token that they share.
     """
     shared, target = share_prefixes(rows), context.config.device if device is None else torch.device(device)
     own_weights = _checked_weights([len(places) for places in shared.places], weights)
     assert target is not None, "the context has a device"
+    # Here the ids are still on the host, where a message can name what is wrong.
+    check_text(context, torch.from_numpy(shared.ids)[None], "trees of rows hold text only; use shard_batch for images")
     # The weight of a token belongs to the token before it, which predicts it.
     predicted = [np.append(x[1:], 0.0) for x in own_weights]
     is_target = shared.sum_over_rows([(x != 0).astype(np.float64) for x in predicted]) > 0
