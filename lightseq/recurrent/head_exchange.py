@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 from lightseq.kernels.recurrent.base import ScanInputs
 from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.recurrent.fragments import MAX_PLANS
+from lightseq.recurrent.gradients import register_scan
 from lightseq.recurrent.tree_plan import TreePlan, tree_plan
 from lightseq.recurrent.tree_scan import tree_gradients, tree_outputs
 from lightseq.schedule.layout import Layout
@@ -170,11 +171,6 @@ def _to_exchange(inputs: list[Tensor], world: int) -> list[Tensor]:
     return [_spread(q, heads), _spread(k, heads), *others]
 
 
-@scan_heads.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> Tensor:
-    return v.new_empty(v.shape)
-
-
 @torch.library.custom_op("lightseq::scan_heads_backward", mutates_args=())
 def _scan_heads_backward(
     dout: Tensor, inputs: list[Tensor], scale: float, group_name: str, boundaries: Tensor | None
@@ -195,24 +191,5 @@ def _scan_heads_backward(
     return [_gather_up(dq, groups), _gather_up(dk, groups), *others]
 
 
-@_scan_heads_backward.register_fake
-def _(dout: Tensor, inputs: list[Tensor], *_others: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in inputs]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, g, beta, ctx.scale, ctx.group_name, boundaries = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(boundaries, q, k, v, g, *([] if beta is None else [beta]))
-
-
-def _backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-    boundaries, *inputs = ctx.saved_tensors
-    if dout is None:
-        return (None,) * 8
-    gradients = _scan_heads_backward(dout.contiguous(), inputs, ctx.scale, ctx.group_name, boundaries)
-    return (*gradients, *([None] * (8 - len(gradients))))
-
-
-scan_heads.register_autograd(_backward, setup_context=_setup_context)
+register_scan(scan_heads, _scan_heads_backward)
 SCAN_HEADS_OP = torch.ops.lightseq.scan_heads.default  # for checkpointing policies

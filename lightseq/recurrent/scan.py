@@ -16,6 +16,7 @@ from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.recurrent.chain import final_gradients, gather, initial_states
 from lightseq.recurrent.chain_or_heads import choose
 from lightseq.recurrent.fragments import FragmentPlan, count_fragments, plan_for, slots_of
+from lightseq.recurrent.gradients import register_scan
 from lightseq.recurrent.head_exchange import scan_heads
 from lightseq.recurrent.tree_scan import tree_scan
 from lightseq.sequence.documents import Documents
@@ -93,21 +94,11 @@ def _compute(
     return out, states, transitions
 
 
-@_scan.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    scale: float,
-    group_name: str,
-    boundaries: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    states, transitions = _empty_chain(
-        ScanInputs(q, k, v, g, beta), slots_of(find_group(group_name), v.shape[1], boundaries)
-    )
-    return v.new_empty(v.shape), states, transitions
+def _fake(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *inputs, _scale, group_name, boundaries = given
+    x = ScanInputs(*inputs)
+    states, transitions = _empty_chain(x, slots_of(find_group(group_name), x.v.shape[1], boundaries))
+    return x.v.new_empty(x.v.shape), states, transitions
 
 
 @torch.library.custom_op("lightseq::scan_backward", mutates_args=())
@@ -138,27 +129,7 @@ def _scan_backward(
     return [gradient for gradient in gradients if gradient is not None]
 
 
-@_scan_backward.register_fake
-def _(dout: Tensor, inputs: list[Tensor], *_others: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in inputs]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, g, beta, ctx.scale, ctx.group_name, boundaries = inputs
-    _, states, transitions = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(states, transitions, boundaries, q, k, v, g, *([] if beta is None else [beta]))
-
-
-def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    states, transitions, boundaries, *inputs = ctx.saved_tensors
-    if dout is None:
-        return (None,) * 8
-    gradients = _scan_backward(dout.contiguous(), inputs, states, transitions, ctx.scale, ctx.group_name, boundaries)
-    return (*gradients, *([None] * (8 - len(gradients))))
-
-
-_scan.register_autograd(_backward, setup_context=_setup_context)
+register_scan(_scan, _scan_backward, fake=_fake)
 SCAN_OP = torch.ops.lightseq.scan.default  # for checkpointing policies
 
 

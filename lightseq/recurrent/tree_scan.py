@@ -7,7 +7,7 @@ backward pass summarizes and composes again, because a state for each parent tak
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from lightseq.kernels.recurrent.base import ForwardScan, ScanInputs, Summary, tr
 from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.recurrent.chain import apply_transition, gather, transposed
 from lightseq.recurrent.fragments import Segments
+from lightseq.recurrent.gradients import register_scan
 from lightseq.recurrent.tree_plan import Step, TreePlan, tree_plan
 from lightseq.sequence.group import SequenceGroup, find_group
 from lightseq.utils.checkpoint_context import reuse_or_compute
@@ -150,11 +151,6 @@ def tree_scan(
     return out
 
 
-@tree_scan.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> Tensor:
-    return v.new_empty(v.shape)
-
-
 @torch.library.custom_op("lightseq::tree_scan_backward", mutates_args=())
 def _tree_scan_backward(
     dout: Tensor, inputs: list[Tensor], scale: float, group_name: str, nodes: Tensor
@@ -163,24 +159,5 @@ def _tree_scan_backward(
     return tree_gradients(x, scale, _plan_for(group, x, nodes), group, dout)
 
 
-@_tree_scan_backward.register_fake
-def _(dout: Tensor, inputs: list[Tensor], *_others: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in inputs]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, g, beta, ctx.scale, ctx.group_name, nodes = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(nodes, q, k, v, g, *([] if beta is None else [beta]))
-
-
-def _backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-    nodes, *inputs = ctx.saved_tensors
-    if dout is None:
-        return (None,) * 8
-    gradients = _tree_scan_backward(dout.contiguous(), inputs, ctx.scale, ctx.group_name, nodes)
-    return (*gradients, *([None] * (8 - len(gradients))))
-
-
-tree_scan.register_autograd(_backward, setup_context=_setup_context)
+register_scan(tree_scan, _tree_scan_backward)
 TREE_SCAN_OP = torch.ops.lightseq.tree_scan.default  # for checkpointing policies
