@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightseq.kernels.fragment_convolution import convolve, convolve_backward
-from lightseq.recurrent.gradients import register_convolution
+from lightseq.recurrent.operators import register_convolution
 from lightseq.recurrent.tree_convolution import tree_convolution
 from lightseq.schedule.layout import Layout
 from lightseq.sequence.documents import Documents

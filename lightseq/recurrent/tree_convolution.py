@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightseq.kernels.fragment_convolution import convolve, convolve_backward
-from lightseq.recurrent.gradients import register_convolution
+from lightseq.recurrent.operators import register_convolution
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.nodes import Nodes
 from lightseq.sequence.group import SequenceGroup, find_group

@@ -17,10 +17,9 @@ from lightseq.kernels.recurrent.base import ForwardScan, ScanInputs, Summary, tr
 from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.recurrent.chain import apply_transition, gather, transposed
 from lightseq.recurrent.fragments import Segments
-from lightseq.recurrent.gradients import register_scan
+from lightseq.recurrent.operators import scan_operator
 from lightseq.recurrent.tree_plan import Step, TreePlan, tree_plan
-from lightseq.sequence.group import SequenceGroup, find_group
-from lightseq.utils.checkpoint_context import reuse_or_compute
+from lightseq.sequence.group import SequenceGroup
 
 
 class States(NamedTuple):
@@ -133,31 +132,23 @@ def _put_all(out: list[Tensor], segments: Segments, parts: ScanInputs) -> None:
         segments.put(whole, part)
 
 
-# ---- operators -------------------------------------------------------------------------------------------------------
+# ---- operator --------------------------------------------------------------------------------------------------------
 
 
-def _plan_for(group: SequenceGroup, x: ScanInputs, table: Tensor) -> TreePlan:
+def _plan_for(group: SequenceGroup, x: ScanInputs, table: Tensor | None) -> TreePlan:
     layout, nodes = group.layout_and_nodes(x.v.shape[1], table)
     return tree_plan(layout, group.rank, nodes, x.v.device)
 
 
-@torch.library.custom_op("lightseq::tree_scan", mutates_args=())
-def tree_scan(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float, group_name: str, nodes: Tensor
-) -> Tensor:
-    """Returns the outputs (B, S, H, V) of a recurrence, as `scan` does, for the trees of a `node_tensor`."""
-    x, group = ScanInputs(q, k, v, g, beta), find_group(group_name)
-    (out,) = reuse_or_compute(lambda: (tree_outputs(x, scale, _plan_for(group, x, nodes), group),))
-    return out
+def _compute(x: ScanInputs, scale: float, group: SequenceGroup, nodes: Tensor | None) -> tuple[Tensor]:
+    return (tree_outputs(x, scale, _plan_for(group, x, nodes), group),)
 
 
-@torch.library.custom_op("lightseq::tree_scan_backward", mutates_args=())
-def _tree_scan_backward(
-    dout: Tensor, inputs: list[Tensor], scale: float, group_name: str, nodes: Tensor
+def _gradients(
+    dout: Tensor, x: ScanInputs, _saved: Sequence[Tensor], scale: float, group: SequenceGroup, nodes: Tensor | None
 ) -> list[Tensor]:
-    x, group = ScanInputs(*inputs), find_group(group_name)
     return tree_gradients(x, scale, _plan_for(group, x, nodes), group, dout)
 
 
-register_scan(tree_scan, _tree_scan_backward)
+tree_scan = scan_operator("tree_scan", _compute, _gradients)  # for the trees of a `node_tensor`
 TREE_SCAN_OP = torch.ops.lightseq.tree_scan.default  # for checkpointing policies
