@@ -25,6 +25,7 @@ from lightseq.data.columns import (
     PREFERENCE,
     PREFERENCES,
     PROMPT_COLUMNS,
+    RENDERED,
     SYSTEM_COLUMNS,
     TEMPLATE_COLUMNS,
     TEXT,
@@ -63,7 +64,7 @@ class RowFormat:
     @property
     def renders(self) -> bool:
         """Returns whether reading a row runs a chat template, which is foreign code."""
-        return self.name in (CHAT, PAIR, PREFERENCE)
+        return self.name in RENDERED
 
 
 def detect_row_format(row: Row, text_column: str, where: str, pairs: bool = False) -> RowFormat:
