@@ -62,7 +62,7 @@ def format_and_rows(source: str | Path, options: ReadOptions) -> tuple[RowFormat
     first = next(rows, None)
     if first is None:
         raise ValueError(f"{source} holds no rows; give a source with rows")
-    row_format = detect_row_format(first[1], options.text_column, first[0], options.pairs)
+    row_format = detect_row_format(first[1], first[0], options)
     return row_format, itertools.chain([first], rows)
 
 
