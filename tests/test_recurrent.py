@@ -22,7 +22,8 @@ from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.kernels.recurrent.torch_scan import TorchScan
 from lightseq.kernels.recurrent.torch_scan import scan as torch_scan
 from lightseq.memory.remat import apply_remat
-from lightseq.recurrent.scan import scan
+from lightseq.recurrent.head_exchange import SCAN_HEADS_OP
+from lightseq.recurrent.scan import SCAN_OP, scan
 from lightseq.recurrent.short_convolution import causal_convolution
 from lightseq.schedule.layout import MAX_FRAGMENTS, Layout, unshard
 from lightseq.sequence import halo
@@ -260,6 +261,18 @@ def check_operator(rank: int) -> None:
 def test_the_convolution_keeps_the_rules_of_operators() -> None:
     """One fragment, which is the case of `ring`, `ulysses` and a single rank."""
     spawn(1, check_operator)
+
+
+def check_scans(rank: int) -> None:
+    group = group_of(Layout("contiguous", 1))
+    for kind in KINDS:
+        inputs = [part if part is None else part.requires_grad_() for part in draw(kind, 40, 1.0)]
+        for operator in (SCAN_OP, SCAN_HEADS_OP):
+            torch.library.opcheck(operator, (*inputs, SCALE, group.name, None))
+
+
+def test_scans_keep_the_rules_of_operators() -> None:
+    spawn(1, check_scans)
 
 
 def unknown_activation(rank: int) -> None:

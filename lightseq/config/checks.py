@@ -16,7 +16,7 @@ from lightseq.config.choices import (
     NOT_NEGATIVE,
     POSITIVE,
 )
-from lightseq.config.objectives import FLAGS_OF
+from lightseq.config.objectives import OBJECTIVES
 from lightseq.config.remat_policies import STORES_MLP
 
 FSDP_REFUSED: Final = {
@@ -72,8 +72,8 @@ NOT_WITH: Final[tuple[tuple[tuple[str, ...], Condition, str], ...]] = (
     (OF_ADAPTERS, lambda c: c.lora_rank is None, "needs adapters; add --lora_rank"),
     (("fp8",), lambda c: c.lora_rank, "and --lora_rank {c.lora_rank} both replace the linear layers; leave one out"),
     *(
-        (flags, _trains_not_by(name), f"applies to --objective {name}, not {{c.objective}}; leave it out")
-        for name, flags in FLAGS_OF.items()
+        (objective.own, _trains_not_by(name), f"applies to --objective {name}, not {{c.objective}}; leave it out")
+        for name, objective in OBJECTIVES.items()
     ),
     (
         ("distill_beta",),

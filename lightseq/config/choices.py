@@ -38,7 +38,7 @@ CHOICES: Final[Mapping[str, Collection[str]]] = {
     "scaling_strategy": ("all", "n_layers"),
     "offload": ("none", "activations", "optimizer", "both", "auto"),
     "packing": ("none", "best_fit"),
-    "objective": OBJECTIVES,
+    "objective": tuple(OBJECTIVES),
     "distill_kind": DIVERGENCES,
 }
 

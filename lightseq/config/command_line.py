@@ -16,6 +16,7 @@ from lightseq.config.choices import CHOICES
 from lightseq.config.flag_names import FLAGS_OF_OTHER_PROGRAMS, OLDER_SPELLINGS, REMEDIES, normalize_flag
 from lightseq.config.flags import GROUPS
 from lightseq.config.lengths import length_flag
+from lightseq.config.objectives import OBJECTIVES
 from lightseq.config.parser import MOST, Parser, whole_number
 from lightseq.config.recipes import config_flag
 from lightseq.config.train_config import TrainConfig, flag_types
@@ -32,8 +33,8 @@ def parse(argv: Sequence[str], program: str, required: Sequence[str] = REQUIRED)
     given = _values(argv, program)
     if (path := given.pop("config", None)) is not None:
         given = {**_values_in_file(path, program), **given}
-    if given.get("objective") == "dpo":
-        given = {"packing": "best_fit", **given}
+    if (objective := OBJECTIVES.get(str(given.get("objective")))) is not None:
+        given = {**objective.defaults, **given}
     config = TrainConfig(**given)
     for field in dataclasses.fields(TrainConfig):
         if field.name in required and not getattr(config, field.name):

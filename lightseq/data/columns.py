@@ -7,13 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import date
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lightseq.utils.formatting import plural
 
 # Formats of rows, as notes call them.
 TEXT, CHAT, PAIR, IDS = "text", "chat", "prompt and answer", "ids"
 PREFERENCE = "chosen and rejected"
+RENDERED: Final = (CHAT, PAIR, PREFERENCE)  # by a chat template
+
+
+class RowUnit(NamedTuple):
+    """Documents that stay side by side because a row holds all of them, and the name of such a row."""
+
+    documents: int
+    name: str
+
+
+UNITS: Final[Mapping[str, RowUnit]] = {PREFERENCE: RowUnit(2, "pair")}
+
+
+def unit_of(format_name: str) -> RowUnit:
+    """Returns the documents of a row, which are one in most formats."""
+    return UNITS.get(format_name, RowUnit(1, f"{format_name} row"))
 
 
 def _words(text: str) -> list[str]:

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.columns import PREFERENCE
+from lightseq.data.columns import unit_of
 from lightseq.data.examples import Example, Examples, LazyTextExamples, WindowExamples
-from lightseq.data.preferences import DOCUMENTS_OF_A_PAIR
 from lightseq.data.sequences import SequenceExamples
 from lightseq.utils.formatting import plural
 
@@ -54,10 +53,9 @@ class SelectedExamples:
 
 
 def documents_of_a_row(examples: Rows | SelectedExamples) -> int:
-    """Returns the documents that stay side by side: two for a row of preferences, whose windows are whole documents."""
+    """Returns the documents that stay side by side. Where they are several, windows are whole documents."""
     source = examples.source if isinstance(examples, SelectedExamples) else examples
-    pairs = isinstance(source, WindowExamples) and source.source.meta.get("kind") == PREFERENCE
-    return DOCUMENTS_OF_A_PAIR if pairs else 1
+    return unit_of(str(source.source.meta.get("kind"))).documents if isinstance(source, WindowExamples) else 1
 
 
 def hold_out(

@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.batches import PADDING_WARNING_SHARE
-from lightseq.data.columns import PREFERENCE, PREFERENCES
+from lightseq.data.columns import PREFERENCE, PREFERENCES, unit_of
 from lightseq.data.examples import Example, WindowExamples, window_counts, window_sizes
 from lightseq.data.held_out import SelectedExamples, documents_of_a_row
 from lightseq.data.mixture import JoinedExamples
 from lightseq.data.open_examples import open_examples
-from lightseq.data.preferences import DOCUMENTS_OF_A_PAIR
 from lightseq.data.prefix_groups import rows_that_begin_alike, tree_tokens, whole_rows
 from lightseq.data.sequences import SequenceExamples, open_pickle
 from lightseq.data.shared_rows import even_lengths
@@ -150,10 +149,11 @@ def pack(path: str | Path, windows: Windows, shares_prefixes: bool = False) -> P
 
 def _check_pairs_fit(path: str | Path, windows: WindowExamples, shares_prefixes: bool) -> None:
     """Raises ValueError if a pair has more tokens than a sequence. So every document of a pair is one window."""
-    sizes = windows.tokens.reshape(-1, DOCUMENTS_OF_A_PAIR).sum(1)
+    documents = unit_of(PREFERENCE).documents
+    sizes = windows.tokens.reshape(-1, documents).sum(1)
     for pair in np.flatnonzero(sizes > windows.length).tolist() if shares_prefixes else ():
-        first = pair * DOCUMENTS_OF_A_PAIR
-        sizes[pair] = tree_tokens([windows.source.document(first + i) for i in range(DOCUMENTS_OF_A_PAIR)])
+        first = pair * documents
+        sizes[pair] = tree_tokens([windows.source.document(first + i) for i in range(documents)])
     if longer := int((sizes > windows.length).sum()):
         largest = int(sizes.argmax())
         counted = ", their prompt once" if shares_prefixes else ""

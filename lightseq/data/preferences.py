@@ -30,7 +30,6 @@ from lightseq.data.tokenizer import TargetMask, Tokenizer
 from lightseq.sequence.shared_prefixes import common_tokens
 
 PROMPT = "prompt"
-DOCUMENTS_OF_A_PAIR = 2
 Shared = TypeVar("Shared", str, list[Turn])
 
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from lightseq.config.objectives import OBJECTIVES
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch
 from lightseq.sequence.documents import RowPlaces
@@ -19,7 +20,8 @@ def least_saved_share(config: TrainConfig) -> float | None:
     """Returns the share of a batch's tokens that trees must save; None if documents stay whole."""
     if config.share_prefixes:
         return 0.0  # rows were packed for trees
-    return LEAST_SAVED if config.share_prefixes is None and config.objective == "dpo" else None
+    by_default = config.share_prefixes is None and OBJECTIVES[config.objective].shares_prefixes
+    return LEAST_SAVED if by_default else None
 
 
 def with_shared_prefixes(batch: Batch, least_saved: float) -> Batch:

@@ -25,6 +25,7 @@ from lightseq.data.columns import (
     PREFERENCE,
     PREFERENCES,
     PROMPT_COLUMNS,
+    RENDERED,
     SYSTEM_COLUMNS,
     TEMPLATE_COLUMNS,
     TEXT,
@@ -36,7 +37,7 @@ from lightseq.data.columns import (
 )
 from lightseq.data.preferences import check_preferences, encode_answers, read_answers
 from lightseq.data.samples import EMPTY, NO_ANSWER, Sample
-from lightseq.data.sources import Row, get_column, get_text, join_names
+from lightseq.data.sources import ReadOptions, Row, get_column, get_text, join_names
 from lightseq.data.token_directory import IntArray
 from lightseq.data.token_rows import read_ids
 from lightseq.data.tokenizer import TargetMask, TextPart, Tokenizer, strip_after_end
@@ -63,21 +64,19 @@ class RowFormat:
     @property
     def renders(self) -> bool:
         """Returns whether reading a row runs a chat template, which is foreign code."""
-        return self.name in (CHAT, PAIR, PREFERENCE)
+        return self.name in RENDERED
 
 
-def detect_row_format(row: Row, text_column: str, where: str, pairs: bool = False) -> RowFormat:
+def detect_row_format(row: Row, where: str, options: ReadOptions) -> RowFormat:
     """Returns the row format for the columns of the first row. Raises ValueError for unknown columns.
-
-    With `pairs` rows must hold a chosen and a rejected answer, without it they must not.
 
     Tokens come before chats, chats before prompts with answers, and these before text: a column of a later format
     usually repeats the row.
     """
-    columns = list(row)
+    columns, text_column = list(row), options.text_column
     if not columns:
         raise ValueError(f"{where} has no columns; give it {text_column!r}, messages, or prompt and completion")
-    if pairs:
+    if options.pairs:
         check_preferences(columns, text_column, where)
         return RowFormat(PREFERENCE, _read_preference)
     if text_column != "text" and text_column not in columns:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lightseq.data.answers import REWRITES
-from lightseq.data.columns import PREFERENCE, ignored_columns_notes
+from lightseq.data.columns import ignored_columns_notes, unit_of
 from lightseq.data.examples import MAX_NAMED, WindowExamples, check_ids, open_windows
-from lightseq.data.preferences import DOCUMENTS_OF_A_PAIR
 from lightseq.data.samples import Sample
 from lightseq.data.sources import (
     NamedRow,
@@ -63,7 +62,7 @@ def format_and_rows(source: str | Path, options: ReadOptions) -> tuple[RowFormat
     first = next(rows, None)
     if first is None:
         raise ValueError(f"{source} holds no rows; give a source with rows")
-    row_format = detect_row_format(first[1], options.text_column, first[0], options.pairs)
+    row_format = detect_row_format(first[1], first[0], options)
     return row_format, itertools.chain([first], rows)
 
 
@@ -99,9 +98,8 @@ class RowReport:
         """The number of rows, and of examples where a row holds several."""
         if self.remarks.keys() & {REWRITES, PACKED}:
             return f"{plural(self.examples, 'example')} of {plural(self.rows, self.format_name + ' row')}"
-        if self.format_name == PREFERENCE:
-            return plural(self.examples // DOCUMENTS_OF_A_PAIR, "pair")
-        return plural(self.examples, self.format_name + " row")
+        unit = unit_of(self.format_name)
+        return plural(self.examples // unit.documents, unit.name)
 
     @property
     def notes(self) -> list[str]:

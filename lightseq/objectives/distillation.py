@@ -26,7 +26,6 @@ class Distillation:
     teacher: str
     divergence: Divergence
     metrics: tuple[str, ...] = (CROSS_ENTROPY, "teacher_cross_entropy")  # with the targets
-    trains_on_pairs: bool = False
     passes_without_gradients: int = 0
     reads_head_in_backward: bool = False  # all targets weigh the same, so the forward pass computes the gradients
 

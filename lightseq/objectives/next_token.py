@@ -25,7 +25,6 @@ class NextToken:
     """
 
     metrics: tuple[str, ...] = ()
-    trains_on_pairs: bool = False
     frozen_models: tuple[FrozenModel, ...] = ()
     passes_without_gradients: int = 0
     reads_head_in_backward: bool = False  # the loss computes its gradients in the forward pass

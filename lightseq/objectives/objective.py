@@ -77,11 +77,6 @@ class Objective(Protocol):
         ...
 
     @property
-    def trains_on_pairs(self) -> bool:
-        """Returns whether rows hold a chosen and a rejected answer, and not a text, a chat or tokens."""
-        ...
-
-    @property
     def frozen_models(self) -> tuple[FrozenModel, ...]:
         """Returns the models beside the trained one.
 

@@ -43,7 +43,6 @@ class Preferences:
         *("rewards/chosen", "rewards/rejected", ACCURACIES, MARGINS),
         *("logps/chosen", "logps/rejected"),
     )  # TRL's names
-    trains_on_pairs: bool = True
     passes_without_gradients: int = 1
     reads_head_in_backward: bool = True
 

@@ -46,7 +46,7 @@ class LossModel(nn.Module):
         """Returns the sum of -log p(label) over this rank's valid labels, times their weights in rows of trees.
 
         ids, positions and labels are (batch, local sequence), labels shifted. `documents`
-        describes a packed sequence. With `read`, as in evaluations and in DPO, its result is returned instead.
+        describes a packed sequence. With `read`, as in evaluations, its result is returned instead.
         """
         options: dict[str, Any] = {}  # only some models take them
         if documents is not None:

@@ -226,16 +226,8 @@ def _gated_mlp_backward(
 
 
 @_gated_mlp_backward.register_fake
-def _(
-    dout_NH: Tensor,
-    x_NH: Tensor,
-    tensors: Sequence[Tensor],
-    stored: Sequence[Tensor],
-    scales: Sequence[float],
-    activation: str,
-    trains: Sequence[bool],
-    tile_tokens: int,
-) -> list[Tensor]:
+def _(_dout: Tensor, x_NH: Tensor, tensors: Sequence[Tensor], *others: Any) -> list[Tensor]:
+    _stored, _scales, _activation, trains, _tile_tokens = others
     return [x.new_empty(x.shape) for x, t in zip((x_NH, *tensors), (True, *trains), strict=True) if t]
 
 

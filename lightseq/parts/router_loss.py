@@ -1,4 +1,7 @@
-"""Load-balancing loss of routers, from counts and probabilities that ranks can sum."""
+"""Load-balancing loss of routers, from counts and probabilities that ranks can sum, and its gradient by logits.
+
+Observers of `lightseq train` (parts/routers.py) and a user's own loop (hf/router_losses.py) compute it from these.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -45,6 +48,15 @@ def router_sums(logits: Tensor, top_k: int, counted: Tensor | None) -> RouterSum
         raise ValueError(f"a router has logits of {len(logits)} tokens, but the batch has {len(flat)} on this rank")
     counts.scatter_add_(0, chosen.flatten(), flat.long().repeat_interleave(top_k, output_size=chosen.numel()))
     return RouterSums(counts, (weights.float() * flat.unsqueeze(-1)).sum(0), flat.sum())
+
+
+def gradient_by_logits(logits: Tensor, by_probabilities: Tensor, counted: Tensor | None) -> Tensor:
+    """Returns the gradient by a router's logits, given that by the probabilities of its `router_sums`."""
+    weights = torch.softmax(logits.float(), dim=-1)
+    gradient = weights * (by_probabilities - (weights * by_probabilities).sum(-1, keepdim=True))
+    if counted is not None:
+        gradient = gradient * counted.reshape(-1, 1)
+    return gradient.to(logits.dtype)
 
 
 def sums_over_ranks(routers: Sequence[RouterSums], group: dist.ProcessGroup | None) -> RouterSums:

@@ -3,7 +3,8 @@
 Operators inside a layer note each router's sums, and in the backward pass add the gradient of the router loss to its
 logits. They are opaque to compilers, and a recomputed layer notes the same sums again, so that they count once.
 Autograd alone would not do: no gradient reaches logits inside a checkpoint of several layers, and those of all layers
-would stay in memory. A user's own loop gets the model's own logits and loss instead (hf/router_losses.py).
+would stay in memory. A user's own loop reads logits and loss from the model's output, may take the gradient of either,
+and may run several passes before it goes backward. One gradient per model would not do there (hf/router_losses.py).
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,13 @@ from transformers import PreTrainedModel
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.probes import is_load_balancing_loss
-from lightseq.parts.router_loss import RouterSums, router_loss_share, router_sums, sums_over_ranks
+from lightseq.parts.router_loss import (
+    RouterSums,
+    gradient_by_logits,
+    router_loss_share,
+    router_sums,
+    sums_over_ranks,
+)
 from lightseq.sequence.group import SequenceGroup
 
 FUNCTION: Final = "load_balancing_loss_func"  # transformers' name of the router loss, a global of modeling files
@@ -144,11 +151,7 @@ class Routers:
         """Returns the gradient of the router loss by a router's logits."""
         if self._gradient is None:
             return torch.zeros_like(logits)
-        weights = torch.softmax(logits.float(), dim=-1)
-        gradient = weights * (self._gradient - (weights * self._gradient).sum(-1, keepdim=True))
-        if self._counted is not None:
-            gradient = gradient * self._counted.reshape(-1, 1)
-        return gradient.to(logits.dtype)
+        return gradient_by_logits(logits, self._gradient, self._counted)
 
     def scale_gradient(self, gradient: Tensor, factor: Tensor) -> None:
         """Sets the gradient by the probability sums, before the backward pass of the layers."""

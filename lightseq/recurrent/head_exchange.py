@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,11 @@ from torch import Tensor
 from lightseq.kernels.recurrent.base import ScanInputs
 from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.recurrent.fragments import MAX_PLANS
+from lightseq.recurrent.operators import scan_operator
 from lightseq.recurrent.tree_plan import TreePlan, tree_plan
 from lightseq.recurrent.tree_scan import tree_gradients, tree_outputs
 from lightseq.schedule.layout import Layout
-from lightseq.sequence.group import SequenceGroup, find_group
-from lightseq.utils.checkpoint_context import reuse_or_compute
+from lightseq.sequence.group import SequenceGroup
 from lightseq.utils.tensors import upload
 
 WHOLE: Final = Layout("contiguous", 1)  # a rank then has all tokens of some heads
@@ -132,87 +132,43 @@ def _gather_up(gradient: Tensor, groups: int) -> Tensor:
     return gradient.unflatten(2, (groups, -1)).sum(3, dtype=wide).to(gradient.dtype)
 
 
-# ---- operators -------------------------------------------------------------------------------------------------------
+# ---- operator --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("lightseq::scan_heads", mutates_args=())
-def scan_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    scale: float,
-    group_name: str,
-    boundaries: Tensor | None,
-) -> Tensor:
-    """Returns the outputs (B, S, H, V) of a recurrence, as `scan` does. H must divide by the ranks."""
-    inputs = [q, k, v, g, *([] if beta is None else [beta])]
-    (out,) = reuse_or_compute(lambda: (_compute(inputs, scale, find_group(group_name), boundaries),))
-    return out
-
-
-def _compute(inputs: list[Tensor], scale: float, group: SequenceGroup, boundaries: Tensor | None) -> Tensor:
+def _compute(x: ScanInputs, scale: float, group: SequenceGroup, boundaries: Tensor | None) -> tuple[Tensor]:
     group.check_documents(boundaries)
-    exchange = _exchange_for(group, inputs[2].shape[1], boundaries, inputs[2].device)
-    x = ScanInputs(*exchange.heads_for_tokens(_to_exchange(inputs, exchange.world)))
+    exchange = _exchange_for(group, x.v.shape[1], boundaries, x.v.device)
+    x = ScanInputs(*exchange.heads_for_tokens(_to_exchange(x, exchange.world)))
     if exchange.trees is not None:
         out = tree_outputs(x, scale, exchange.trees, group)
     else:
         out = select_kernel(x).forward(x, scale, exchange.edges).run(None)
-    return exchange.tokens_for_heads([out])[0]
+    return (exchange.tokens_for_heads([out])[0],)
 
 
-def _to_exchange(inputs: list[Tensor], world: int) -> list[Tensor]:
-    """Returns q, k, v, g and beta with query and key heads that divide by the ranks."""
-    q, k, *others = inputs
+def _to_exchange(x: ScanInputs, world: int) -> list[Tensor]:
+    """Returns the given inputs, with query and key heads that divide by the ranks."""
+    q, k, *others = (part for part in x if part is not None)
     heads = lcm(q.shape[2], world)  # divides the value heads
     return [_spread(q, heads), _spread(k, heads), *others]
 
 
-@scan_heads.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> Tensor:
-    return v.new_empty(v.shape)
-
-
-@torch.library.custom_op("lightseq::scan_heads_backward", mutates_args=())
-def _scan_heads_backward(
-    dout: Tensor, inputs: list[Tensor], scale: float, group_name: str, boundaries: Tensor | None
+def _gradients(
+    dout: Tensor, x: ScanInputs, _saved: Sequence[Tensor], scale: float, group: SequenceGroup, boundaries: Tensor | None
 ) -> list[Tensor]:
-    """Returns the gradients of q, k, v, g and, if it is given, beta."""
-    exchange = _exchange_for(find_group(group_name), dout.shape[1], boundaries, dout.device)
-    *parts, dout = exchange.heads_for_tokens([*_to_exchange(inputs, exchange.world), dout])
+    exchange, groups = _exchange_for(group, dout.shape[1], boundaries, dout.device), x.q.shape[2]
+    *parts, dout = exchange.heads_for_tokens([*_to_exchange(x, exchange.world), dout])
     x = ScanInputs(*parts)
     if exchange.trees is not None:
-        found = tree_gradients(x, scale, exchange.trees, exchange.group, dout)
+        found = tree_gradients(x, scale, exchange.trees, group, dout)
     else:
         every = select_kernel(x).backward(x, scale, exchange.edges, None, dout).run(None)
         found = [gradient for gradient in every if gradient is not None]
         del every
     del x, parts, dout
     dq, dk, *others = exchange.tokens_for_heads(found)
-    groups = inputs[0].shape[2]
     return [_gather_up(dq, groups), _gather_up(dk, groups), *others]
 
 
-@_scan_heads_backward.register_fake
-def _(dout: Tensor, inputs: list[Tensor], *_others: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in inputs]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, g, beta, ctx.scale, ctx.group_name, boundaries = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(boundaries, q, k, v, g, *([] if beta is None else [beta]))
-
-
-def _backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-    boundaries, *inputs = ctx.saved_tensors
-    if dout is None:
-        return (None,) * 8
-    gradients = _scan_heads_backward(dout.contiguous(), inputs, ctx.scale, ctx.group_name, boundaries)
-    return (*gradients, *([None] * (8 - len(gradients))))
-
-
-scan_heads.register_autograd(_backward, setup_context=_setup_context)
+scan_heads = scan_operator("scan_heads", _compute, _gradients)  # value heads must divide by the ranks
 SCAN_HEADS_OP = torch.ops.lightseq.scan_heads.default  # for checkpointing policies

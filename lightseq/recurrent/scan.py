@@ -5,7 +5,7 @@ and a kernel runs once from the right initial states. Messages do not grow with 
 other way, and kernels/recurrent/base.py states the recurrence.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from lightseq.recurrent.chain import final_gradients, gather, initial_states
 from lightseq.recurrent.chain_or_heads import choose
 from lightseq.recurrent.fragments import FragmentPlan, count_fragments, plan_for, slots_of
 from lightseq.recurrent.head_exchange import scan_heads
+from lightseq.recurrent.operators import scan_operator
 from lightseq.recurrent.tree_scan import tree_scan
 from lightseq.sequence.documents import Documents
-from lightseq.sequence.group import SequenceGroup, find_group
-from lightseq.utils.checkpoint_context import reuse_or_compute
+from lightseq.sequence.group import SequenceGroup
 
 
 def scan(
@@ -36,43 +36,27 @@ def scan(
     a tree begins with its parent's final state. `schedule` is one of `RECURRENT_SCHEDULES`. Every rank of the group
     must call it, forward and backward. Raises ValueError for a layout or heads that the schedule does not take.
     """
-    q, k, v, g, beta = x
-    if k.shape != q.shape or v.shape[2] % q.shape[2]:
+    q, v = x.q, x.v
+    if x.k.shape != q.shape or v.shape[2] % q.shape[2]:
         raise ValueError(
-            f"a recurrence has {v.shape[2]} heads of values, {q.shape[2]} of queries and {k.shape[2]} of keys; set "
+            f"a recurrence has {v.shape[2]} heads of values, {q.shape[2]} of queries and {x.k.shape[2]} of keys; set "
             "equal numbers of queries and keys, of which that of values is a multiple"
         )
     boundaries = None if documents is None else documents.boundaries
     fragments = count_fragments(group, v.shape[1], packed=documents is not None)
     if choose(schedule, group.layout.world, v.shape[2], fragments) == HEADS:
-        return scan_heads(q, k, v, g, beta, scale, group.name, boundaries)
-    slots_of(group, v.shape[1], boundaries)
-    if documents is not None and documents.are_trees:
-        return tree_scan(q, k, v, g, beta, scale, group.name, documents.boundaries)
-    out, _, _ = _scan(q, k, v, g, beta, scale, group.name, boundaries)
-    return out
-
-
-@torch.library.custom_op("lightseq::scan", mutates_args=())
-def _scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    scale: float,
-    group_name: str,
-    boundaries: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns outputs, and the initial states (B, slots, H, K, V) and transitions of this rank's fragments."""
-    x = ScanInputs(q, k, v, g, beta)
-    out, states, transitions = reuse_or_compute(lambda: _compute(x, scale, find_group(group_name), boundaries))
-    return out, states, transitions
+        operator = scan_heads
+    else:
+        slots_of(group, v.shape[1], boundaries)
+        operator = tree_scan if documents is not None and documents.are_trees else _scan
+    found: Tensor | tuple[Tensor, ...] = operator(*x, scale, group.name, boundaries)
+    return found if isinstance(found, Tensor) else found[0]
 
 
 def _compute(
     x: ScanInputs, scale: float, group: SequenceGroup, boundaries: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns outputs, and the initial states (B, slots, H, K, V) and transitions of this rank's fragments."""
     group.check_documents(boundaries)
     tokens = x.v.shape[1]
     plan, slots = plan_for(group, tokens, boundaries, x.v.device), slots_of(group, tokens, boundaries)
@@ -85,7 +69,7 @@ def _compute(
         states = initial_states(plan.chain, gather(group, (transitions, ends)), group.rank)
         out = outer.run(_at_segments(states, plan, plan.first))
     else:
-        states, transitions = (part.zero_() for part in _empty_chain(x, slots))
+        states, transitions = (part.zero_() for part in _empty_chain(x, group, boundaries))
         out = outer.run(None)
     if plan.inner is not None:
         inner = kernel.forward(plan.inner.select_inputs(x), scale, plan.inner.edges).run(None)
@@ -93,35 +77,10 @@ def _compute(
     return out, states, transitions
 
 
-@_scan.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    scale: float,
-    group_name: str,
-    boundaries: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    states, transitions = _empty_chain(
-        ScanInputs(q, k, v, g, beta), slots_of(find_group(group_name), v.shape[1], boundaries)
-    )
-    return v.new_empty(v.shape), states, transitions
-
-
-@torch.library.custom_op("lightseq::scan_backward", mutates_args=())
-def _scan_backward(
-    dout: Tensor,
-    inputs: list[Tensor],
-    states: Tensor,
-    transitions: Tensor,
-    scale: float,
-    group_name: str,
-    boundaries: Tensor | None,
+def _gradients(
+    dout: Tensor, x: ScanInputs, saved: Sequence[Tensor], scale: float, group: SequenceGroup, boundaries: Tensor | None
 ) -> list[Tensor]:
-    """Returns the gradients of q, k, v, g and, if it is given, beta."""
-    group, x = find_group(group_name), ScanInputs(*inputs)
+    states, transitions = saved
     plan, kernel = plan_for(group, x.v.shape[1], boundaries, x.v.device), select_kernel(x)
     initial = _at_segments(states, plan, plan.first) if plan.communicates else None
     outer = kernel.backward(plan.outer.select_inputs(x), scale, plan.outer.edges, initial, plan.outer.select(dout))
@@ -138,36 +97,17 @@ def _scan_backward(
     return [gradient for gradient in gradients if gradient is not None]
 
 
-@_scan_backward.register_fake
-def _(dout: Tensor, inputs: list[Tensor], *_others: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in inputs]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, g, beta, ctx.scale, ctx.group_name, boundaries = inputs
-    _, states, transitions = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(states, transitions, boundaries, q, k, v, g, *([] if beta is None else [beta]))
-
-
-def _backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    states, transitions, boundaries, *inputs = ctx.saved_tensors
-    if dout is None:
-        return (None,) * 8
-    gradients = _scan_backward(dout.contiguous(), inputs, states, transitions, ctx.scale, ctx.group_name, boundaries)
-    return (*gradients, *([None] * (8 - len(gradients))))
-
-
-_scan.register_autograd(_backward, setup_context=_setup_context)
-SCAN_OP = torch.ops.lightseq.scan.default  # for checkpointing policies
-
-
-def _empty_chain(x: ScanInputs, slots: int) -> tuple[Tensor, Tensor]:
+def _empty_chain(x: ScanInputs, group: SequenceGroup, boundaries: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns uninitialized states and transitions of a rank's fragments."""
+    slots = slots_of(group, x.v.shape[1], boundaries)
     (batch, _, heads, values), keys = x.v.shape, x.k.shape[-1]
     dtype = torch.promote_types(x.v.dtype, torch.float32)
     states = x.v.new_empty(batch, slots, heads, keys, values, dtype=dtype)
     return states, x.v.new_empty(batch, slots, heads, *transition_size(x), dtype=dtype)
+
+
+_scan = scan_operator("scan", _compute, _gradients, _empty_chain, saved_count=2)
+SCAN_OP = torch.ops.lightseq.scan.default  # for checkpointing policies
 
 
 def _join(plan: FragmentPlan, outer: Tensor, inner: Tensor) -> Tensor:

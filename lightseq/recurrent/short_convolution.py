@@ -4,12 +4,13 @@ Shape suffixes: B batch, S local sequence, F fragments, C channels, W taps.
 """
 
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from lightseq.kernels.fragment_convolution import convolve, convolve_backward
+from lightseq.recurrent.operators import register_convolution
 from lightseq.recurrent.tree_convolution import tree_convolution
 from lightseq.schedule.layout import Layout
 from lightseq.sequence.documents import Documents
@@ -59,11 +60,6 @@ def _convolution(
     return convolve(x_BSC, before_BFWC, weight_CW, bias_C, inside_S, silu)
 
 
-@_convolution.register_fake
-def _(x_BSC: Tensor, *_others: Any) -> Tensor:
-    return x_BSC.new_empty(x_BSC.shape)
-
-
 @torch.library.custom_op("lightseq::convolution_backward", mutates_args=())
 def _convolution_backward(
     dout_BSC: Tensor,
@@ -85,25 +81,7 @@ def _convolution_backward(
     return [dx_BSC, *gradients]
 
 
-@_convolution_backward.register_fake
-def _(
-    dout_BSC: Tensor, x_BSC: Tensor, before_BFWC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, *_others: Any
-) -> list[Tensor]:
-    given = [x_BSC, weight_CW, *([] if bias_C is None else [bias_C])]
-    return [x.new_empty(x.shape) for x in given]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.group_name, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, dout_BSC: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dweight, *dbias = _convolution_backward(dout_BSC, *ctx.saved_tensors, ctx.group_name, ctx.silu)
-    return dx, None, dweight, dbias[0] if dbias else None, None, None, None
-
-
-_convolution.register_autograd(_backward, setup_context=_setup_context)
+register_convolution(_convolution, _convolution_backward)
 
 
 def _tokens_inside(x_BSC: Tensor, group: SequenceGroup, boundaries: Tensor | None) -> Tensor | None:

@@ -8,13 +8,13 @@ Shape suffixes: B batch, S local sequence, N tokens computed again, C channels, 
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightseq.kernels.fragment_convolution import convolve, convolve_backward
+from lightseq.recurrent.operators import register_convolution
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.nodes import Nodes
 from lightseq.sequence.group import SequenceGroup, find_group
@@ -77,11 +77,6 @@ def tree_convolution(
     return out.index_copy_(1, plan.again_N, _convolve_paths(taken, weight_CW, bias_C, silu))
 
 
-@tree_convolution.register_fake
-def _(x_BSC: Tensor, *_others: Any) -> Tensor:
-    return x_BSC.new_empty(x_BSC.shape)
-
-
 @torch.library.custom_op("lightseq::tree_convolution_backward", mutates_args=())
 def _tree_convolution_backward(
     dout_BSC: Tensor,
@@ -111,20 +106,4 @@ def _tree_convolution_backward(
     return [dx_BSC, *(a + b for a, b in zip(gradients, more, strict=True))]
 
 
-@_tree_convolution_backward.register_fake
-def _(dout_BSC: Tensor, x_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, *_others: Any) -> list[Tensor]:
-    given = [x_BSC, weight_CW, *([] if bias_C is None else [bias_C])]
-    return [x.new_empty(x.shape) for x in given]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.group_name, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, dout_BSC: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dweight, *dbias = _tree_convolution_backward(dout_BSC, *ctx.saved_tensors, ctx.group_name, ctx.silu)
-    return dx, dweight, dbias[0] if dbias else None, None, None, None
-
-
-tree_convolution.register_autograd(_backward, setup_context=_setup_context)
+register_convolution(tree_convolution, _tree_convolution_backward)

@@ -7,7 +7,7 @@ backward pass summarizes and composes again, because a state for each parent tak
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,9 @@ from lightseq.kernels.recurrent.base import ForwardScan, ScanInputs, Summary, tr
 from lightseq.kernels.recurrent.scan_kernel_choice import select_kernel
 from lightseq.recurrent.chain import apply_transition, gather, transposed
 from lightseq.recurrent.fragments import Segments
+from lightseq.recurrent.operators import scan_operator
 from lightseq.recurrent.tree_plan import Step, TreePlan, tree_plan
-from lightseq.sequence.group import SequenceGroup, find_group
-from lightseq.utils.checkpoint_context import reuse_or_compute
+from lightseq.sequence.group import SequenceGroup
 
 
 class States(NamedTuple):
@@ -132,55 +132,23 @@ def _put_all(out: list[Tensor], segments: Segments, parts: ScanInputs) -> None:
         segments.put(whole, part)
 
 
-# ---- operators -------------------------------------------------------------------------------------------------------
+# ---- operator --------------------------------------------------------------------------------------------------------
 
 
-def _plan_for(group: SequenceGroup, x: ScanInputs, table: Tensor) -> TreePlan:
+def _plan_for(group: SequenceGroup, x: ScanInputs, table: Tensor | None) -> TreePlan:
     layout, nodes = group.layout_and_nodes(x.v.shape[1], table)
     return tree_plan(layout, group.rank, nodes, x.v.device)
 
 
-@torch.library.custom_op("lightseq::tree_scan", mutates_args=())
-def tree_scan(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float, group_name: str, nodes: Tensor
-) -> Tensor:
-    """Returns the outputs (B, S, H, V) of a recurrence, as `scan` does, for the trees of a `node_tensor`."""
-    x, group = ScanInputs(q, k, v, g, beta), find_group(group_name)
-    (out,) = reuse_or_compute(lambda: (tree_outputs(x, scale, _plan_for(group, x, nodes), group),))
-    return out
+def _compute(x: ScanInputs, scale: float, group: SequenceGroup, nodes: Tensor | None) -> tuple[Tensor]:
+    return (tree_outputs(x, scale, _plan_for(group, x, nodes), group),)
 
 
-@tree_scan.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> Tensor:
-    return v.new_empty(v.shape)
-
-
-@torch.library.custom_op("lightseq::tree_scan_backward", mutates_args=())
-def _tree_scan_backward(
-    dout: Tensor, inputs: list[Tensor], scale: float, group_name: str, nodes: Tensor
+def _gradients(
+    dout: Tensor, x: ScanInputs, _saved: Sequence[Tensor], scale: float, group: SequenceGroup, nodes: Tensor | None
 ) -> list[Tensor]:
-    x, group = ScanInputs(*inputs), find_group(group_name)
     return tree_gradients(x, scale, _plan_for(group, x, nodes), group, dout)
 
 
-@_tree_scan_backward.register_fake
-def _(dout: Tensor, inputs: list[Tensor], *_others: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in inputs]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, g, beta, ctx.scale, ctx.group_name, nodes = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(nodes, q, k, v, g, *([] if beta is None else [beta]))
-
-
-def _backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-    nodes, *inputs = ctx.saved_tensors
-    if dout is None:
-        return (None,) * 8
-    gradients = _tree_scan_backward(dout.contiguous(), inputs, ctx.scale, ctx.group_name, nodes)
-    return (*gradients, *([None] * (8 - len(gradients))))
-
-
-tree_scan.register_autograd(_backward, setup_context=_setup_context)
+tree_scan = scan_operator("tree_scan", _compute, _gradients)  # for the trees of a `node_tensor`
 TREE_SCAN_OP = torch.ops.lightseq.tree_scan.default  # for checkpointing policies

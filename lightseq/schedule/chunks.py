@@ -1,4 +1,4 @@
-"""Chunked attention (Llama 4): a schedule's table limited to the chunk that a query is in.
+"""Chunked attention: a schedule's table limited to the chunk that a query is in.
 
 A layer cuts the nodes of the sequence at the borders of chunks; the layout stays the model's.
 """

@@ -20,7 +20,7 @@ CHUNK: Final = "chunk"
 class Reach:
     """Keys that a query of a layer sees, up to its own: the last `tokens` (its own included), or those of its chunk.
 
-    Chunks of `tokens` count from the start of a document (Llama 4).
+    Chunks of `tokens` count from the start of a document.
     """
 
     kind: str  # WINDOW or CHUNK

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightseq.config.objectives import OBJECTIVES
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
 from lightseq.data.column_flags import renamed_columns, split_columns
@@ -14,7 +15,6 @@ from lightseq.data.packing import PackedExamples, open_windows_to_pack, pack
 from lightseq.data.sources import ReadOptions, holds_columns, holds_rows
 from lightseq.distributed.world import World
 from lightseq.models.decoder import placeholder_ids, text_config
-from lightseq.objectives.registry import objective_of
 from lightseq.training.find_model import FoundModel
 
 
@@ -91,7 +91,7 @@ def _open_sources(
             chat_template=config.chat_template,
             limits_documents=limits_evaluation,
             refused_ids=placeholder_ids(model.config),
-            pairs=objective_of(config).trains_on_pairs,
+            pairs=OBJECTIVES[config.objective].reads_pairs,
             shares_prefixes=config.share_prefixes is True,
         )
         tokenizer, lazy = model.tokenizer, config.lazy_preprocess

@@ -23,7 +23,7 @@ from lightseq.config.optimizers import EIGHT_BIT
 from lightseq.config.remat_policies import STORE_LINEARS, STORES_MLP
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
-from lightseq.data.columns import CHAT, PAIR, PREFERENCE
+from lightseq.data.columns import RENDERED
 from lightseq.data.examples import Examples, WindowExamples
 from lightseq.data.held_out import SelectedExamples
 from lightseq.data.mixture import parts_of
@@ -243,7 +243,7 @@ def require_chats(config: TrainConfig, opened: Sequence[Examples]) -> None:
     windows = [part for examples in windows for part in parts_of(examples)]
     windows = [examples.source if isinstance(examples, SelectedExamples) else examples for examples in windows]
     kinds = {x.source.meta.get("kind") for x in windows if isinstance(x, WindowExamples)}
-    if not kinds & {CHAT, PAIR, PREFERENCE}:
+    if not kinds & {*RENDERED}:
         raise ValueError(
             "--chat_template applies to chats and to prompts with answers, which the data does not hold; leave it out"
         )

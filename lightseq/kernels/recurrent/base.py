@@ -21,7 +21,7 @@ CHUNK: Final = 64  # tokens that kernels turn into matrix products at a time
 
 
 class ScanInputs(NamedTuple):
-    """Inputs of a recurrence, or their gradients."""
+    """Inputs of a recurrence, or their gradients. Operators over ranks take these fields (recurrent/operators.py)."""
 
     q: Tensor  # (B, S, G, K)
     k: Tensor  # (B, S, G, K)

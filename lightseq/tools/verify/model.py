@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightseq.architecture.flops import total_parameters
 from lightseq.attention.context import SequenceContext
-from lightseq.config.objectives import FLAGS_OF
+from lightseq.config.objectives import OBJECTIVES
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.distributed.world import World
@@ -64,7 +64,7 @@ def model_rows(
     """
     plain_config = copy.deepcopy(inputs.model_config)  # training modifies the config
     # The plain loss is that of the tokens.
-    others = {flag: getattr(TrainConfig, flag) for flags in FLAGS_OF.values() for flag in flags}
+    others = {flag: getattr(TrainConfig, flag) for each in OBJECTIVES.values() for flag in each.own}
     config = replace(config, router_aux_loss_coef=0.0, objective="next_token", share_prefixes=False, **others)
     trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
     length = inputs.stream.length
