@@ -270,9 +270,9 @@ def test_a_run_says_which_layers_are_recurrent() -> None:
         "llama": None,
         "lfm2": "1 of 2 layers (Lfm2ShortConv)",
         "qwen3_5_text": "2 of 3 layers (Qwen3_5GatedDeltaNet); on GPUs by flash-linear-attention, "
-        "whose first run on a machine tunes kernels for minutes",
+        "which compiles kernels in the first step on a machine",
         "nemotron_h": "1 of 4 layers (NemotronHMamba2Mixer); on GPUs by flash-linear-attention, "
-        "whose first run on a machine tunes kernels for minutes",
+        "which compiles kernels in the first step on a machine",
     }
     slow = describe_recurrences(tiny_config("nemotron_h"), slow_reason=why_slow(torch.float32))
     assert slow == (

@@ -98,7 +98,7 @@ def describe_recurrences(
     kinds = ", ".join(dict.fromkeys(mixer.kind for mixer in mixers))
     kernel = ""
     if any(mixer.scan_heads for mixer in mixers):
-        kernel = "; on GPUs by flash-linear-attention, whose first run on a machine tunes kernels for minutes"
+        kernel = "; on GPUs by flash-linear-attention, which compiles kernels in the first step on a machine"
         if slow_reason:
             kernel = f"; slowly, on matrix products of torch: {slow_reason}"
     over_ranks = f"; {RECURRENT_SCHEDULES[schedule]}" if schedule else ""
