@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,6 +239,14 @@ def test_the_command_draws_a_table_and_refuses_in_one_line(capsys: pytest.Captur
     assert "balanced: 8 ranks" in capsys.readouterr().out
     assert main(["schedule", "--schedule", "balanced", "--ranks", "0"]) == 2
     assert capsys.readouterr().err == "error: ranks 0: give at least 1\n"
+
+
+def test_the_page_of_shared_prefixes_shows_what_the_program_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path("docs/shared-prefixes.md").read_text()
+    command = next(line for line in page.splitlines() if line.startswith("lightseq schedule"))
+    assert main(command.split()[1:]) == 0
+    drawn = capsys.readouterr().out
+    assert f"```text\n{drawn.rstrip()}\n```" in page
 
 
 def test_rows_that_share_prefixes_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
