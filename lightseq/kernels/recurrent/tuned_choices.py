@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +35,7 @@ FILES: Final = {(9, 0): "hopper.json"}  # by compute capability
 
 def autotuners() -> Iterator[tuple[str, Any]]:
     """Yields fla's autotuners by the name of their kernel."""
-    for module in MODULES:
+    for module in filter(find_spec, MODULES):  # another version may lack some
         for name, found in vars(import_module(module)).items():
             while found is not None and hasattr(found, "fn"):  # heuristics lie around or inside the autotuner
                 if hasattr(found, "configs"):
