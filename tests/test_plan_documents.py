@@ -204,6 +204,10 @@ def test_plan_prints_and_records_the_documents_of_the_data(capsys: pytest.Captur
     assert "documents" not in capsys.readouterr().out
     assert main([*PLAN.split(), "--packing", "best_fit", "--data_path", f"{data}=2,rows.jsonl", "--json"]) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
+    rows = tmp_path / "rows.pkl"
+    rows.write_bytes(pickle.dumps({"input_ids": [[5] * 100] * 4}))
+    assert main([*PLAN.split(), "--packing", "best_fit", "--share_prefixes", "True", "--data_path", str(rows)]) == 0
+    assert "--share_prefixes True is counted in token directories only" in capsys.readouterr().out
     assert [note for note in notes if "not here" in note] == [
         "--data_path rows.jsonl is not here, so its documents are not counted"
     ]

@@ -18,6 +18,7 @@ from lightseq.config.command_line import REQUIRED_BY_TOOLS, parse
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.mixture import paths_of
 from lightseq.data.sources import HUB_PREFIX
+from lightseq.data.token_directory import META
 from lightseq.distributed.parallel_dims import check_expert_size
 from lightseq.kernels.attention.tile_kernel_choice import why_unsupported
 from lightseq.models import bnb4
@@ -177,6 +178,9 @@ def _notes(family: ModelFamily, run: PlannedRun, may_offload: bool) -> list[str]
         ),
         "attention is counted as for one document per sequence; packed documents need less: give --data_path a token "
         "directory or .pkl to count them": config.packing != "none" and run.documents is None,
+        f"--share_prefixes True is counted in token directories only, and not in {config.data_path}": (
+            config.share_prefixes and run.documents is not None and not (Path(config.data_path) / META).exists()
+        ),
         f"rates were measured on H200; {hardware.chip.device} is assumed to reach the same fractions of its peaks": (
             hardware.chip is not MEASURED_ON
         ),
