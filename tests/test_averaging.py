@@ -152,6 +152,32 @@ def test_ddp_over_several_sequences_averages_their_losses_or_sums_shares_of_one(
     spawn(4, several_sequences)
 
 
+def sequences_without_targets(rank: int) -> None:
+    """The second sequence has no target in the first batch, in which the first one's targets are all there are."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "sequence"))
+    rows = ids()[rank:][:1]
+    for wrap in (in_ddp, sharded):
+        model = fresh_model()
+        context, wrapped = hf.enable(model, mesh["sequence"]), wrap(model)
+        for targets in ([0, 0], [LENGTH - 1, 0], [LENGTH - 1, LENGTH - 1]):
+            labels = rows if targets[rank] else torch.full_like(rows, -100)
+            wanted, whole = fresh_model(), ids().clone()
+            whole[[i for i, count in enumerate(targets) if not count]] = -100
+            wanted(input_ids=ids(), labels=whole, num_items_in_batch=max(sum(targets), 1)).loss.backward()
+            wrapped.zero_grad()
+            batch = hf.shard_batch(context, rows, labels)
+            batch["num_items_in_batch"] = torch.tensor(max(sum(targets), 1))
+            wrapped(**batch).loss.backward()
+            if sum(targets):
+                check(model, wanted, f"{wrap.__name__}, targets: {targets}")
+        hf.disable(model)
+
+
+def test_a_sequence_without_targets_does_not_change_the_scale_of_others() -> None:
+    spawn(2, sequences_without_targets)
+
+
 def summing_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

@@ -29,6 +29,7 @@ class Averaging:
 
     wrapper: str
     ranks: tuple[int, ...]
+    groups: tuple[dist.ProcessGroup, ...]  # one after the other they span the ranks
 
 
 def find_averaging(model: nn.Module) -> Averaging | None:
@@ -58,16 +59,15 @@ def find_averaging(model: nn.Module) -> Averaging | None:
                     f"DDP averages the gradient of {name}, which is outside of the {type(model).__name__} that "
                     f"lightseq splits, so it cannot scale it; {UNWRAPPED}"
                 )
-        return Averaging("DDP", tuple(dist.get_process_group_ranks(ddp.process_group)))
+        return Averaging("DDP", tuple(dist.get_process_group_ranks(ddp.process_group)), (ddp.process_group,))
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         if getattr(model, "_is_fsdp_managed_module", False):
             raise ValueError(f"FSDP1 averages gradients; {UNWRAPPED}, or use FSDP2 (fully_shard)")
         return None
     groups = [group for unit in units for group in _parameter_groups(unit)]
-    found = {
-        tuple(group.mesh_info.mesh.mesh.flatten().tolist()) for group in groups if group.gradient_divide_factor is None
-    }
+    meshes = [group.mesh_info.mesh for group in groups if group.gradient_divide_factor is None]
+    found = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
     if not found:
         factors = {group.gradient_divide_factor for group in groups} - {1.0}
         if factors:
@@ -83,7 +83,7 @@ def find_averaging(model: nn.Module) -> Averaging | None:
             "some FSDP2 modules average gradients over other ranks than others; call set_gradient_divide_factor(1.0) "
             "on each, as examples/with_fsdp2.py does"
         )
-    return Averaging("FSDP2", found.pop())
+    return Averaging("FSDP2", found.pop(), tuple(meshes[0].get_group(dim) for dim in range(meshes[0].ndim)))
 
 
 def trainer_scales_loss() -> bool:

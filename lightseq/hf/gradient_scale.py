@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map_only
 
 from lightseq.attention.context import SequenceContext
 from lightseq.distributed.averaging import find_averaging, trainer_scales_loss
-from lightseq.hf.agreement import BATCHES_BETWEEN_COMPARISONS
 
 
 def find_gradient_factor(
@@ -20,19 +19,18 @@ def find_gradient_factor(
     """Sets the factor of gradients with which a wrapper's average over ranks is the sum that a sequence needs.
 
     The ranks of a sequence are summed. Over several sequences DDP and FSDP2 then still average, as they do for plain
-    models, unless the loss is divided by the targets of all sequences.
+    models, unless the loss is divided by the targets of all sequences. All ranks of a wrapper agree on that, because a
+    group whose targets are all targets cannot tell; they ask again while some group has no target at all.
     """
     state = context.forward_pass
-    compares = state.batches % BATCHES_BETWEEN_COMPARISONS == 0
     ddp = DistributedDataParallel._get_active_ddp_module()
     hooks = tuple(id(hook) for hook, _ in ddp._comm_hooks) if ddp is not None else ()
     wrappers = (type(model), id(ddp), hooks, num_items is None)
     if state.gradients_are_averaged_outside or not torch.is_grad_enabled():
         return
-    if wrappers == state.averaging_checked and not compares:
+    if wrappers == state.averaging_checked:
         return
-    is_new, state.averaging_checked = wrappers != state.averaging_checked, wrappers
-    state.gradient_factor = 1
+    state.averaging_checked, state.gradient_factor = wrappers, 1
     averaging = find_averaging(model)
     if averaging is None or trainer_scales_loss():
         return
@@ -44,11 +42,18 @@ def find_gradient_factor(
         )
     factor = len(ranks)
     if len(averaging.ranks) > factor and num_items is not None and facts.shape == (4,):
-        own_targets = max(int(facts[2]), 1)
-        if float(num_items) != own_targets:
+        targets = int(facts[2])
+        differs = float(num_items) != max(targets, 1)
+        answers = torch.tensor([differs, targets == 0], dtype=torch.int32, device=context.config.device)
+        for group in averaging.groups:
+            dist.all_reduce(answers, dist.ReduceOp.MAX, group)
+        some_differ, some_empty = answers.tolist()
+        if some_differ:
             factor = len(averaging.ranks)
+        elif some_empty:
+            state.averaging_checked = None
     state.gradient_factor = factor
-    if is_new and factor > 1 and dist.get_rank() == averaging.ranks[0]:
+    if factor > 1 and dist.get_rank() == averaging.ranks[0]:
         warnings.warn(
             f"{wrapper} averages gradients over {len(averaging.ranks)} ranks, which share sequences: lightseq "
             f"multiplies them by {factor}; do not scale the loss for that yourself",
