@@ -28,11 +28,18 @@ from lightseq.distributed.world import World
 from lightseq.memory.placement import KEEP, OFFLOAD, in_order
 from lightseq.parts.facts import Attention
 from lightseq.plan import document_lengths, rates
-from lightseq.plan.document_lengths import DocumentLengths, document_lengths_of, read_document_lengths
+from lightseq.plan.document_lengths import (
+    DocumentLengths,
+    answers_of,
+    area_of_nodes,
+    document_lengths_of,
+    read_document_lengths,
+)
 from lightseq.plan.make_plan import make_plan
 from lightseq.plan.plan import plan_as_given
 from lightseq.plan.rates import CHIPS
 from lightseq.schedule.reach import sliding
+from lightseq.sequence.shared_prefixes import share_prefixes
 from lightseq.training.build import choose_memory_settings
 from lightseq.training.inputs import prepare
 
@@ -181,6 +188,24 @@ def test_layers_that_save_products_offload_them_and_recompute_nothing_more(remat
     assert plan.fits and set(plan.placement.layers) == {KEEP, OFFLOAD}
     all_offload = plan_as_given(plan.run, in_order({OFFLOAD: 31, KEEP: 1}))
     assert plan.step_seconds < 0.9 * all_offload.step_seconds
+
+
+def test_answers_to_a_prompt_are_planned_as_the_tree_that_they_become(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [[1, 2, 3, 4, *(10 + i for _ in range(3))] for i in range(5)]
+    assert answers_of("5x4+3").nodes == share_prefixes(rows).nodes
+    architecture = inspect_architecture(LLAMA)
+    found = answers_of("8x2K+128").lengths(8192, architecture)
+    tree = answers_of("8x2K+128").nodes
+    assert found.area_per_token * 8192 == 2 * area_of_nodes(tree, architecture)  # two trees of 3,079 tokens fit
+    assert main([*PLAN.split(), "--documents", "8x2K+128"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a tree of 8 answers has 3,079 tokens instead of 17,408; 10 trees in a sequence" in said
+    for flag, error in (
+        ("8x2K", "error: --documents 8x2K: write 8x32K+2K for 8 answers of 2K tokens to a prompt of 32K"),
+        ("8x32K+2K", "are a tree of 49,159 tokens; give a --model_max_length of at least that"),
+    ):
+        assert main([*PLAN.split(), "--documents", flag]) == 2
+        assert error in capsys.readouterr().err
 
 
 @pytest.mark.slow

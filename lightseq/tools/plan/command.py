@@ -32,6 +32,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--host_cores", type=count_flag, metavar="N", help=f"CPU cores per host (default: {DEFAULT_CORES} per rank)"
     )
+    out.add_argument(
+        "--documents", metavar="NxP+A", help="rows hold trees of N answers of A tokens to a prompt of P, as 8x32K+2K"
+    )
     out.add_argument("--json", action="store_true", help="print a JSON object instead of tables")
     out.add_argument("--output", type=Path, metavar="FILE", help="append the JSON object to this file as a line")
     return out

@@ -30,7 +30,7 @@ from lightseq.parts.fp8 import check_hardware
 from lightseq.parts.packed_base import bits_of, held_as_stored, is_in_mxfp4, mark
 from lightseq.plan.advice import changes_to_fit, faster_change, longest
 from lightseq.plan.breakdown import GIB
-from lightseq.plan.document_lengths import read_document_lengths
+from lightseq.plan.document_lengths import answers_of, read_document_lengths
 from lightseq.plan.hardware import Hardware
 from lightseq.plan.make_plan import make_plan
 from lightseq.plan.rates import DEFAULT_CORES, MEASURED_ON, chip_named
@@ -53,6 +53,8 @@ def report(family: ModelFamily, own: argparse.Namespace, training: Sequence[str]
     changes = [faster] if faster else [] if plan.fits else changes_to_fit(run, length)
     found = {"command": command, **record(plan, length, changes)}
     found["notes"] = _notes(family, plan.run, may_offload=run.config.offload != "none")
+    if own.documents is not None:
+        found["notes"].insert(0, answers_of(own.documents).describe(run.config.model_max_length))
     if own.output is not None:
         _append(own.output, found)
     if own.json:
@@ -101,9 +103,10 @@ def planned_run(family: ModelFamily, own: argparse.Namespace, training: Sequence
     gpu = chip.memory_bytes if own.gpu_memory is None else own.gpu_memory * GIB
     host = math.inf if own.host_memory is None else own.host_memory * GIB
     hardware = Hardware(chip, own.gpus, own.gpus_per_host, gpu, host, own.host_cores)
-    run = PlannedRun(
-        model, config, hardware, documents=read_document_lengths(config, model), teacher=_teacher(family, config, model)
-    )
+    documents = read_document_lengths(config, model)
+    if own.documents is not None:
+        documents = answers_of(own.documents).lengths(config.model_max_length, inspect_architecture(model))
+    run = PlannedRun(model, config, hardware, documents=documents, teacher=_teacher(family, config, model))
     _check_chip(run)
     check_mixers(config, run.architecture, run.sequence_ranks)
     _check_experts(run)
