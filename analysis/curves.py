@@ -115,9 +115,10 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
             axes.plot(*points, color=look["color"], zorder=3, **diamonds)
     axes.set_ylim(*span_of(losses(runs)))
     plain_ticks(axes.yaxis)
-    notes = ["Thin: as logged, thick: running mean"] if any(len(run.steps) > FEW for run in runs) else []
-    notes += ["Diamonds: held out (evaluation)"] if evaluates else []
-    add_legend(figure, runs, "; ".join(notes))
+    notes = ["thin: as logged, thick: running mean"] if any(len(run.steps) > FEW for run in runs) else []
+    notes += ["diamonds: held out (evaluation)"] if evaluates else []
+    said = "; ".join(notes)
+    add_legend(figure, runs, said[:1].upper() + said[1:])
     return figure
 
 
