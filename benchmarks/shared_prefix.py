@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.attention_flags import Choice
-from benchmarks.command_line import Parser, check_output, length, listed, one_of, positive
+from benchmarks.command_line import Parser, check_output, listed, one_of, positive
 from benchmarks.layers import lightseq_layer, single_gpu_layer
 from benchmarks.measure import Case, time_layer
 from benchmarks.records import append, provenance
@@ -55,8 +55,8 @@ from lightseq.models.decoder import decoder_layers, ids_of_text, text_config
 from lightseq.parts.adapters import lora_from_config
 from lightseq.parts.compilation import allow_graphs_per_length
 from lightseq.parts.facts import heads_of
+from lightseq.plan.document_lengths import Answers, answers_of
 from lightseq.schedule.nodes import Nodes
-from lightseq.sequence.shared_prefixes import share_prefixes
 from lightseq.utils.tensors import IGNORE_INDEX
 
 EXAMPLES = """examples:
@@ -64,16 +64,16 @@ EXAMPLES = """examples:
   python3 benchmarks/shared_prefix.py --parts attention --model llama3.2-1b --shapes 8x32K+2K"""
 PARTS = ("attention", "step", "trl")
 FORMS = ("rows", "tree")
+SET_UPS = {
+    "one GPU": partial(single_gpu_layer, kernel="auto"),
+    "all ranks": partial(lightseq_layer, choice=Choice("auto")),
+}
 TIMEOUT_SECONDS = 600.0  # until ranks stop waiting for a dead rank
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Answers to one prompt."""
-
-    rows: int
-    prompt: int  # tokens
-    answer: int  # tokens
+class Shape(Answers):
+    """Answers to one prompt, with their tokens."""
 
     def __str__(self) -> str:
         return f"{self.rows}x{format_tokens(self.prompt)}+{format_tokens(self.answer)}"
@@ -89,7 +89,7 @@ class Shape:
     def nodes(self, form: str) -> Nodes:
         """Returns the documents that a step computes in one form of the rows."""
         if form == "tree":
-            return share_prefixes(self.ids(range(self.rows + 1))).nodes
+            return self.tree
         size = self.prompt + self.answer
         return Nodes(tuple(range(0, self.rows * size + 1, size)))
 
@@ -97,9 +97,7 @@ class Shape:
 def shape_of(text: str) -> Shape:
     """Converts `8x32K+2K`: 8 answers of 2K tokens to a prompt of 32K."""
     try:
-        rows, sizes = text.split("x")
-        prompt, answer = sizes.split("+")
-        return Shape(positive(rows), length(prompt), length(answer))
+        return Shape(**vars(answers_of(text)))
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no shape; write 8x32K+2K for 8 answers of 2K to a prompt of 32K"
@@ -186,7 +184,7 @@ def measure_attention(flags: argparse.Namespace, job: Job, record: Recorder) -> 
         speeds = dict[tuple[str, str], float]()
         for form, nodes in (("causal", causal), ("tree", tree)):
             case = case_of(job, nodes)
-            for where, set_up in (("one GPU", single_gpu), ("all ranks", all_ranks)):
+            for where, set_up in SET_UPS.items():
                 with set_up(case) as layer:
                     found = time_layer(layer, case, flags)
                 speeds[form, where] = found["tflops_per_gpu"]
@@ -205,14 +203,6 @@ def case_of(job: Job, nodes: Nodes) -> Case:
         nodes.length, config.num_attention_heads, config.num_key_value_heads, heads.dim, job.dtype, job.world.device,
         dist.group.WORLD, nodes.boundaries if nodes.parents else (), parents=nodes.parents,
     )  # fmt: skip
-
-
-def single_gpu(case: Case) -> Any:
-    return single_gpu_layer(case, "auto")
-
-
-def all_ranks(case: Case) -> Any:
-    return lightseq_layer(case, Choice("auto"))
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------

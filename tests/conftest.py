@@ -1,4 +1,4 @@
-"""What the whole test suite shares: threads per process, where a test can run, and common fixtures."""
+"""Settings of the whole test suite: threads per process, where a test can run, and common fixtures."""
 
 import gc
 import os

@@ -68,7 +68,7 @@ def test_the_image_copies_files_that_exist_and_that_its_build_sees() -> None:
 
 
 def test_the_build_sees_nothing_that_git_ignores() -> None:
-    """What commands make here is large, and another machine's."""
+    """Files that commands make here are large, and another machine's."""
     lines = (line for line in (ROOT / ".gitignore").read_text().splitlines() if line and not line.startswith("#"))
     for line in lines:
         at_root = line.strip("/").replace("*", "x")

@@ -90,7 +90,7 @@ def test_misspelt_keywords_of_functions_are_named(alone: None) -> None:
 
 
 class TakesTokenizer(Trainer):
-    """As LLaMA-Factory's trainers, which know the keyword by its old name."""
+    """Trainer like LLaMA-Factory's, which know the keyword by its old name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, processing_class=kwargs.pop("tokenizer"), **kwargs)

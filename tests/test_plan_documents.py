@@ -192,10 +192,10 @@ def test_layers_that_save_products_offload_them_and_recompute_nothing_more(remat
 
 def test_answers_to_a_prompt_are_planned_as_the_tree_that_they_become(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [[1, 2, 3, 4, *(10 + i for _ in range(3))] for i in range(5)]
-    assert answers_of("5x4+3").nodes == share_prefixes(rows).nodes
+    assert answers_of("5x4+3").tree == share_prefixes(rows).nodes
     architecture = inspect_architecture(LLAMA)
     found = answers_of("8x2K+128").lengths(8192, architecture)
-    tree = answers_of("8x2K+128").nodes
+    tree = answers_of("8x2K+128").tree
     assert found.area_per_token * 8192 == 2 * area_of_nodes(tree, architecture)  # two trees of 3,079 tokens fit
     assert main([*PLAN.split(), "--documents", "8x2K+128"]) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -109,7 +109,7 @@ def test_patches_that_copy_the_name_of_the_code_inside_are_refused(
 
 
 def test_mixers_run_without_the_kernels_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs with fla, whose kernels transformers takes when it is imported."""
+    """Stands for GPUs with fla, whose kernels transformers takes when it is imported."""
     model, batch = tiny("qwen3_5_text"), ids()
     want = model(input_ids=batch, use_cache=False).logits
     package = ModuleType("scans")

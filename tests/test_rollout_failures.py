@@ -1,4 +1,4 @@
-"""What fails on one rank, or at a vLLM server, while completions are generated ends all ranks with the same line."""
+"""Failures on one rank or at a vLLM server while completions are generated end all ranks with the same line."""
 
 import tempfile
 import time

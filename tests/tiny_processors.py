@@ -144,7 +144,7 @@ def _of_llava_next(tokenizer: PreTrainedTokenizerFast, template: str) -> Process
 
 @dataclass(frozen=True)
 class Family:
-    """What a kind of model needs beside the sizes of `tiny_config`."""
+    """Needs of a kind of model beside the sizes of `tiny_config`."""
 
     template: str  # among TRL's chat templates
     processor: Callable[[PreTrainedTokenizerFast, str], ProcessorMixin]

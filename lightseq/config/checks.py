@@ -23,7 +23,7 @@ FSDP_REFUSED: Final = {
     "shard_grad_op": "the planner keeps gathered parameters for the backward pass where they fit",
     "offload": "use --offload optimizer",
 }
-OF_ADAPTERS: Final = (
+ADAPTER_FLAGS: Final = (
     *("lora_alpha", "use_rslora", "loraplus_lr_ratio", "lora_adapter", "lora_target_modules"),
     *("lora_target_parameters", "load_in_4bit"),
 )
@@ -69,7 +69,7 @@ NOT_WITH: Final[tuple[tuple[tuple[str, ...], Condition, str], ...]] = (
         lambda c: c.deepspeed,
         "does not run under --deepspeed; leave one of them out",
     ),
-    (OF_ADAPTERS, lambda c: c.lora_rank is None, "needs adapters; add --lora_rank"),
+    (ADAPTER_FLAGS, lambda c: c.lora_rank is None, "needs adapters; add --lora_rank"),
     (("fp8",), lambda c: c.lora_rank, "and --lora_rank {c.lora_rank} both replace the linear layers; leave one out"),
     *(
         (objective.own, _trains_not_by(name), f"applies to --objective {name}, not {{c.objective}}; leave it out")

@@ -10,7 +10,7 @@ class ObjectiveFlags:
     """Facts about an objective that flags and the reading of data depend on."""
 
     own: tuple[str, ...] = ()  # flags that apply to it alone
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of other flags
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of other flags
     reads_pairs: bool = False  # rows hold a chosen and a rejected answer, and not a text, a chat or tokens
     shares_prefixes: bool = False  # its rows begin alike, so trees save tokens unless --share_prefixes says otherwise
 

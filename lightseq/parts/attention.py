@@ -19,7 +19,7 @@ from lightseq.parts.projections import STORED_LINEAR_OP, store_projections
 from lightseq.schedule.reach import CHUNK, Reach, sliding
 
 IMPLEMENTATION: Final = "lightseq"  # begins the names under which transformers knows our functions
-MASKS: Final = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")  # of transformers
+MASKS: Final = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")  # transformers' functions
 LENGTH_DEPENDENT_ROPE: Final = frozenset({"dynamic", "longrope"})
 
 

@@ -38,7 +38,7 @@ class Divergence:
     """
 
     kind: str = "forward"
-    beta: float = 0.5  # of `jsd`
+    beta: float = 0.5  # weight of the teacher in `jsd`
     temperature: float = 1.0  # divides the logits of both models
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class _Options:
 
     divergence: Divergence
     teacher: HeadInput  # hidden (N, D)
-    transform: LogitTransform  # of the student
+    transform: LogitTransform  # the student's
     chunk_tokens: int
     gradients_in_forward: bool
     with_entropy: bool

@@ -16,7 +16,7 @@ from lightseq.parts.identity import change_of, linear_change, plain_class
 from lightseq.parts.low_rank import adapter_in_use
 
 WRAPPERS: Final = "adapter_wrappers"  # attribute of experts: peft's wrapper of each adapted weight, by its name
-MULTIPLE: Final = 8  # of the rank, for GPU kernels, which need rows of whole 16 bytes
+MULTIPLE: Final = 8  # ranks are padded to it, because GPU kernels need rows of whole 16 bytes
 
 
 class ExpertAdapter(NamedTuple):

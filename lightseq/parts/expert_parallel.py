@@ -30,7 +30,7 @@ class ExpertGroup:
 
     ranks: int  # with different experts
     rank: int  # this one's place among them
-    name: str  # of their process group
+    name: str  # name of their process group
     shards: int  # ranks that hold parts of the same experts
     shards_name: str
     dtype: torch.dtype  # that experts compute in

@@ -13,7 +13,7 @@ from lightseq.models.decoder import text_config
 from lightseq.schedule.cost import AttentionShape
 from lightseq.schedule.reach import Reach
 
-SCAN_PEAK_SHARE: Final = 0.027  # of the gated delta rule with its convolution, 32 heads of 128 x 128 (traces, H100)
+SCAN_PEAK_SHARE: Final = 0.027  # gated delta rule with its convolution, 32 heads of 128 x 128 (traces, H100)
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Heads:
 
     query: int
     key_value: int
-    dim: int  # of queries and keys
+    dim: int  # elements of queries and keys
     value_dim: int
 
 
@@ -68,11 +68,11 @@ class LinearMixer:
     """A mixer whose work grows with the tokens, such as a recurrence or a short convolution."""
 
     kind: str  # the class of its module
-    token_flops: int  # of a token in the forward pass, beside the layer's linears
+    token_flops: int  # forward FLOPs of a token, beside the layer's linears
     token_elements: int = 0  # temporary elements of a token in its kernel's backward pass
     scan_heads: int = 0  # heads of values in its scan; 0: it has no scan, or an unknown one
     is_stored: bool = False  # checkpoints store its results as they do attention's
-    peak_share: float = SCAN_PEAK_SHARE  # of a chip's peak that its kernels reach in both passes
+    peak_share: float = SCAN_PEAK_SHARE  # share of a chip's peak that its kernels reach in both passes
 
 
 Mixer = Attention | LinearMixer  # what lets a token read others
@@ -113,12 +113,12 @@ class Layer:
     last_product: int  # part of `active`: the product that runs last, if a recomputation leaves it out
     gated_mlp: bool  # down(act(gate) * up) of plain linears, with an activation of parts/mlp.py
     mlp_is_last: bool  # only the residual sum follows the MLP, so no backward pass needs its output
-    plain_projections: bool  # of attention: four linears without bias
+    plain_projections: bool  # attention has four linears without bias
     linear_inputs: int  # elements per token that its linears read
     linear_outputs: int  # elements per token that they write
     last_linear_input: int  # part of `linear_inputs`: that of the product that runs last, if it is left out
     experts: Experts | None
-    place: int = field(compare=False)  # of the first layer like it in the model
+    place: int = field(compare=False)  # place of the first layer like it in the model
 
     @property
     def attentions(self) -> tuple[Attention, ...]:

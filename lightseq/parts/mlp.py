@@ -27,7 +27,7 @@ class Activation(NamedTuple):
     """An activation of the gate."""
 
     value: Callable[[Tensor], Tensor]
-    input_gradient: Callable[[Tensor, Tensor], Tensor]  # of the gradient of the value, and the input
+    input_gradient: Callable[[Tensor, Tensor], Tensor]  # takes the gradient of the value, and the input
 
 
 SILU, TANH_GELU = "silu", "gelu_tanh"

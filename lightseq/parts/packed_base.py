@@ -26,7 +26,7 @@ from lightseq.parts.identity import linear_change
 from lightseq.parts.routers import router_parts
 
 FLAG: Final = "--load_in_4bit True"
-FIELD: Final = "held_as_stored"  # of a model's config: form of its weights, and modules that do not have it
+FIELD: Final = "held_as_stored"  # field of a model's config: form of its weights, and modules that do not have it
 FORMS: Final[dict[str, type[PackedBytes]]] = {
     bnb4.READ_FORMAT: nf4.Nf4Bytes,
     fp8_blocks.METHOD: fp8_blocks.Fp8Bytes,
@@ -39,7 +39,7 @@ class PackedBase:
     """Form of a run's frozen base weights in fewer bits than they compute in."""
 
     in_files: bool  # as the model's files have them; else they are quantized to NF4 on loading
-    dtype: str  # of the products, in which the weights are quantized on loading
+    dtype: str  # dtype of the products, in which the weights are quantized on loading
     form: str = bnb4.READ_FORMAT  # or another of FORMS
 
     @property

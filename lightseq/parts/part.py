@@ -16,7 +16,7 @@ from lightseq.schedule.reach import Reach
 class Choices:
     """Choices of how parts compute. Each changes what a layer saves or computes, and none depends on ranks."""
 
-    reaches: tuple[Reach | None, ...] = ()  # of each layer's attention, which its model's mask applies
+    reaches: tuple[Reach | None, ...] = ()  # what each layer's attention sees, as its model's mask says
     groups_experts: bool = False  # experts run as grouped products
     tiles_mlp: bool = False  # gated MLPs run over tiles of tokens
     ends_with_mlp: bool = False  # no backward pass needs the output of an MLP (`Layer.mlp_is_last`)
@@ -56,7 +56,7 @@ class ExpertRanks(Protocol):
 class Ranks:
     """Ranks that parts span. None: modules keep those that they have."""
 
-    sequence: SequenceContext | None = None  # of attention and recurrences
+    sequence: SequenceContext | None = None  # context of attention and recurrences
     experts: ExpertRanks | None = None
 
 

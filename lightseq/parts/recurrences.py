@@ -44,7 +44,7 @@ class MixerKind:
     module: type[nn.Module]  # its subclasses are other kinds
     forward: Callable[..., Any]
     facts: Callable[[nn.Module], LinearMixer]  # returns what the plan and FLOPs need of one module
-    functions: tuple[str, ...] = ()  # of its modeling file, to replace
+    functions: tuple[str, ...] = ()  # functions of its modeling file to replace
     plain_forward: Callable[..., Any] | None = None  # the class's own, which a patch may have changed
 
 
@@ -80,7 +80,7 @@ def kind_of(module: Any) -> MixerKind | None:
 
     Raises ValueError if the class is transformers' own, and of a version that is too old.
     """
-    plain = getattr(module, "plain_class", module)  # of which an enabled module's class was made
+    plain = getattr(module, "plain_class", module)  # the class of which an enabled module's class was made
     if (registered := _KINDS.get(plain)) is not None:
         return registered
     functions = replaced_functions(plain)

@@ -56,7 +56,7 @@ class Routers:
         self._name = f"{group.name}-routers"
         self._counted: Tensor | None = None
         self._active = False
-        self._gradient: Tensor | None = None  # of the loss by the probability sums
+        self._gradient: Tensor | None = None  # gradient of the loss by the probability sums
         routers = [*_routers(recorder)] if coefficient else []
         self._biases = [*_biases(model)] if bias_rate else []
         name = type(model).__name__
@@ -75,8 +75,8 @@ class Routers:
                 "train in float32, or leave the flag out"
             )
         self._sums: list[RouterSums | None] = [None] * len(routers)
-        self._loads: list[Tensor | None] = [None] * len(self._biases)  # of a pass
-        self._total_loads: list[Tensor] = []  # of all passes of a step
+        self._loads: list[Tensor | None] = [None] * len(self._biases)  # loads of one pass
+        self._total_loads: list[Tensor] = []  # sums over all passes of a step
         for i, (router, index) in enumerate(routers):
             changes.add_hook(router.register_forward_hook(partial(_observe_router, self._name, _place(i), index)))
         for i, (experts, _) in enumerate(self._biases):

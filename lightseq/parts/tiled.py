@@ -98,7 +98,7 @@ class HeadSlice(NamedTuple):
 
     projection: LinearWeights  # to q, k and v side by side
     bias: Tensor | None
-    columns: list[int]  # of q, k and v
+    columns: list[int]  # columns of q, k and v
     output: LinearWeights
 
     def project(self, x_BSH: Tensor) -> Sequence[Tensor]:
@@ -172,7 +172,7 @@ class _TileFunctions:
 
     project: Callable[..., tuple[Tensor, Tensor, Tensor]]
     finish: Callable[..., Tensor]
-    tile_tokens: int  # of all sequences of a batch together
+    tile_tokens: int  # tokens of a tile, over all sequences of a batch
     store_attention: bool
 
 
@@ -182,7 +182,7 @@ class _TiledCall:
 
     functions: _TileFunctions
     layer: Any
-    cos_sin: Pair  # of RoPE, (B, S, D) each
+    cos_sin: Pair  # cosines and sines of RoPE, (B, S, D) each
     others: Mapping[str, Any]  # further keyword arguments of attention
 
     def tiles(self, x: Tensor) -> Iterator[slice]:

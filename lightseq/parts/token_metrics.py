@@ -27,7 +27,7 @@ class TokenMetrics(NamedTuple):
     """Values of every token, shaped as the labels, float32 (float64 for float64 inputs); 0 without a target."""
 
     log_probs: Tensor  # log p(label), with gradients
-    entropy: Tensor  # of the predicted distribution, in nats; with gradients, unless the factors are equal
+    entropy: Tensor  # entropy of the predicted distribution, in nats; with gradients, unless the factors are equal
     hits: Tensor  # 1 if the label is the most probable token, and the first of equals
 
 

@@ -29,7 +29,7 @@ from lightseq.sequence.documents import Documents
 from lightseq.sequence.group import SequenceGroup
 
 MIXING: Final = "sequence_mixing"  # keyword in which a module's `Mixing` passes through transformers' code
-NORM_EPS: Final = 1e-6  # of normalized queries and keys, in all modeling files
+NORM_EPS: Final = 1e-6  # normalizes queries and keys in all modeling files
 FUSED_MAMBA: Final = "mamba2_split_conv1d_scan_combined"
 
 
@@ -38,7 +38,7 @@ class Mixing:
     """Context of the functions of one forward pass of a mixer, and the names of those that ran."""
 
     group: SequenceGroup
-    schedule: str  # of the scan, one of RECURRENT_SCHEDULES
+    schedule: str  # how the scan runs, one of RECURRENT_SCHEDULES
     documents: Documents | None
     ran: list[str] = field(default_factory=list)
 
@@ -108,7 +108,7 @@ def mamba2_scan(
 
 def _check_keywords(function: str, keywords: Mapping[str, Any]) -> None:
     """Raises ValueError for a keyword that would change a function's result, such as an initial state."""
-    others = {name: value for name, value in keywords.items() if name != "position_embeddings"}  # of attention
+    others = {name: value for name, value in keywords.items() if name != "position_embeddings"}
     if (name := unhonoured_argument(others)) is not None:
         raise ValueError(f"{function} got {name}, which is not supported over ranks; leave it out")
 
@@ -127,7 +127,7 @@ class Recurrence:
     """A scan of modeling files: what replaces it, and what the plan needs of it."""
 
     replacement: Callable[..., Any]
-    state_flops: int  # of the forward pass, per token and element of a head's state
+    state_flops: int  # forward FLOPs per token and element of a head's state
     key_elements: int  # in bfloat16 that the backward pass holds, per element of a key; decays of channels are float32
     peak_share: float = SCAN_PEAK_SHARE
 

@@ -64,7 +64,7 @@ class Answers:
     answer: int  # tokens
 
     @property
-    def nodes(self) -> Nodes:
+    def tree(self) -> Nodes:
         """Returns the tree: a branch begins with a copy of the prompt's last token."""
         shared, branch = self.prompt - 1, self.answer + 1
         if not shared:
@@ -74,22 +74,22 @@ class Answers:
 
     def describe(self, length: int) -> str:
         """Describes what a tree saves, and how many fill a row of `length` tokens."""
-        tree, rows = self.nodes.length, self.rows * (self.prompt + self.answer)
-        fits = plural(length // tree, "tree")
-        return f"a tree of {self.rows} answers has {tree:,} tokens instead of {rows:,}; {fits} in a sequence"
+        tokens, rows = self.tree.length, self.rows * (self.prompt + self.answer)
+        fits = plural(length // tokens, "tree")
+        return f"a tree of {self.rows} answers has {tokens:,} tokens instead of {rows:,}; {fits} in a sequence"
 
     def lengths(self, length: int, architecture: Architecture) -> DocumentLengths:
         """Returns the documents of rows that hold as many trees as fit into `length` tokens.
 
         Raises ValueError if none fits.
         """
-        nodes = self.nodes
-        if nodes.length > length:
+        tree = self.tree
+        if tree.length > length:
             raise ValueError(
                 f"--documents: {self.rows} answers of {self.answer:,} tokens to a prompt of {self.prompt:,} are a tree "
-                f"of {nodes.length:,} tokens; give a --model_max_length of at least that"
+                f"of {tree.length:,} tokens; give a --model_max_length of at least that"
             )
-        area = length // nodes.length * area_of_nodes(nodes, architecture)
+        area = length // tree.length * area_of_nodes(tree, architecture)
         tokens = self.prompt + self.answer
         return DocumentLengths(float(tokens), area / length, tokens)
 

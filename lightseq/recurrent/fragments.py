@@ -54,7 +54,7 @@ class Segments:
 class FragmentPlan:
     """Fragments of all ranks, and the segments of one."""
 
-    chain: tuple[Fragment, ...]  # of all ranks, in the order of the sequence
+    chain: tuple[Fragment, ...]  # fragments of all ranks, in the order of the sequence
     outer: Segments  # first and last segments of this rank's fragments
     inner: Segments | None  # the others
     first: Tensor | None  # on the device: the first segment of each fragment among the outer ones; None: these are all

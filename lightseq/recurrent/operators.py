@@ -14,7 +14,7 @@ from lightseq.utils.checkpoint_context import reuse_or_compute
 _FIELDS: Final = (f"Tensor{'?' * (name in ScanInputs._field_defaults)} {name}" for name in ScanInputs._fields)
 INPUTS: Final = ", ".join(_FIELDS)
 OTHERS: Final = "float scale, str group_name, Tensor? boundaries"
-NO_GRADIENTS: Final = (None, None, None)  # of the arguments behind the inputs
+NO_GRADIENTS: Final = (None, None, None)  # the arguments behind the inputs have no gradients
 
 
 def scan_operator(

@@ -80,9 +80,7 @@ def take_tuned_choices(key_heads: int, value_heads: int, device: torch.device) -
     tuners = dict(autotuners())
     for entry in json.loads(Path(__file__).with_name(file).read_text()):
         tuner = tuners.get(entry["kernel"])
-        if tuner is None:
-            continue
-        if _key_names(tuner) != list(entry["key"]):
+        if tuner is None or _key_names(tuner) != list(entry["key"]):
             continue  # another version of the kernel
         for counts in _head_counts(entry["key"], heads):
             key = (*(counts.get(name, value) for name, value in entry["key"].items()), *entry["dtypes"])
