@@ -131,6 +131,24 @@ def test_ranks_that_pack_other_documents_are_refused_at_any_batch() -> None:
     spawn(2, documents_of_their_own)
 
 
+def ids_of_another_vocabulary(_rank: int) -> None:
+    model = build("llama")
+    vocabulary = model.config.vocab_size
+    context, text = hf.enable(model, length=LENGTH), ids()
+    model(**hf.shard_batch(context, text, text))
+    foreign, negative, highest = text.clone(), text.clone(), text.clone()
+    foreign[0, -1], negative[0, 3] = vocabulary, -1  # each on one rank alone
+    line = "token id {}, outside the model's vocabulary of {}; tokenize with the model's tokenizer"
+    for inputs, labels, id in ((foreign, text, vocabulary), (text, foreign, vocabulary), (negative, text, -1)):
+        refused(lambda: model(**hf.shard_batch(context, inputs, labels)), line.format(id, vocabulary))  # noqa: B023
+    highest[0, -1] = vocabulary - 1
+    assert torch.isfinite(model(**hf.shard_batch(context, highest, highest)).loss)
+
+
+def test_ids_of_another_vocabulary_are_refused_on_every_rank_at_any_batch() -> None:
+    spawn(2, ids_of_another_vocabulary)
+
+
 def test_attention_that_runs_in_a_shard_only_is_refused(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     _, batch = inputs(model)

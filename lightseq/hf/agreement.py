@@ -15,6 +15,7 @@ from lightseq.utils.tensors import IGNORE_INDEX, upload
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
 BATCH_FACTS: Final = "batch_facts"  # key of `batch_facts` in a batch
+FACTS: Final = 6  # numbers of `batch_facts`
 COUNTED_TOKENS: Final = "counted_tokens"  # key of the tokens that router losses count, if not all do
 
 _HASHED_WORDS: Final = 2**21
@@ -22,17 +23,19 @@ _FACTORS: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  
 
 
 def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None, others: Mapping[str, Tensor | None]) -> Tensor:
-    """Returns the values that ranks sharing a batch must agree on, int64 (4,): its shape, targets and a checksum.
+    """Returns what ranks sharing a batch must agree on, int64 (6,).
 
-    The checksum covers `others`, too, such as masks, positions and images. The result stays on the ids' device, so
-    nothing synchronizes.
+    Its rows and tokens a row, targets, a checksum, and the lowest and the highest token id, labels included. The
+    checksum covers `others`, too, such as masks, positions and images. The result stays on the ids' device, so nothing
+    synchronizes.
     """
     checksum = ordered_hash(input_ids)
-    targets = checksum.new_zeros(())
+    targets, (lowest, highest) = checksum.new_zeros(()), (x.long() for x in input_ids.aminmax())
     if shifted_labels is not None:
         targets = (shifted_labels != IGNORE_INDEX).sum()
-    batch, length = input_ids.shape
-    facts = torch.stack([torch.full_like(checksum, batch), torch.full_like(checksum, length), targets, checksum])
+        highest = torch.maximum(highest, shifted_labels.max().to(highest.device))
+    batch, length = (torch.full_like(checksum, size) for size in input_ids.shape)
+    facts = torch.stack([batch, length, targets, checksum, lowest, highest])
     add_to_checksum(facts, {"labels": shifted_labels, **others})
     return facts
 
@@ -45,6 +48,16 @@ def add_to_checksum(facts: Tensor, tensors: Mapping[str, Tensor | None]) -> None
             facts[3] = facts[3] * _FACTORS[0] + (
                 upload(found, facts.device) if found.is_cpu else found.to(facts.device)
             )
+
+
+def check_ids(facts: Tensor, vocabulary: int | None) -> None:
+    """Raises ValueError, on every rank alike, for token ids or labels of a batch outside the model's vocabulary."""
+    lowest, highest = facts[4:].tolist()
+    if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
+        raise ValueError(
+            f"the batch has token id {lowest if lowest < 0 else highest}, outside the model's vocabulary of "
+            f"{vocabulary}; tokenize with the model's tokenizer"
+        )
 
 
 def ordered_hash(x: Tensor) -> Tensor:
@@ -84,9 +97,15 @@ def announce_pass(context: SequenceContext, shape: tuple[int, int], training: bo
 
 
 def compare_batches(
-    context: SequenceContext, facts: Tensor, labels: Tensor | None, num_items: Tensor | float | None
+    context: SequenceContext,
+    facts: Tensor,
+    labels: Tensor | None,
+    num_items: Tensor | float | None,
+    vocabulary: int | None,
 ) -> None:
     """Raises ValueError on every rank if ranks that share a sequence got different batches or divisors.
+
+    Nor may a batch have ids outside the vocabulary, which is checked for every batch on the host.
 
     Compares at the first batch and every hundredth after it, because a comparison waits for the other ranks. It covers
     all batches since the one before.
@@ -97,7 +116,10 @@ def compare_batches(
     if state.checksums is not None:
         checksum = checksum + state.checksums.to(checksum.device) * _FACTORS[0]
     state.checksums = checksum
-    if state.batches % BATCHES_BETWEEN_COMPARISONS != 1:
+    compares = state.batches % BATCHES_BETWEEN_COMPARISONS == 1
+    if compares or facts.is_cpu:
+        check_ids(facts, vocabulary)
+    if not compares:
         return
     state.checksums = None
     *rows, of_all = torch.cat([facts, checksum.unsqueeze(0)]).tolist()

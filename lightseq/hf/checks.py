@@ -13,6 +13,7 @@ from lightseq.comm.transport import base_transport_name
 from lightseq.hf.agreement import (
     BATCH_FACTS,
     COUNTED_TOKENS,
+    FACTS,
     announce_pass,
     begin_comparing_documents,
     compare_batches,
@@ -25,7 +26,7 @@ from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_funct
 from lightseq.hf.quantized import check_sharded
 from lightseq.hf.record import EnabledModel
 from lightseq.hf.router_losses import install_router_loss, mark_router_logits, unmark_router_logits
-from lightseq.models.decoder import decoder_layers, headless, positions_in_table, text_config, transformers_model
+from lightseq.models.decoder import decoder_layers, headless, positions_in_table, text_config, transformers_model, vocabulary_size
 from lightseq.parts.attention import reaches_of_masks
 from lightseq.parts.recurrences import attending_layers
 from lightseq.parts.router_loss import asks_for_router_logits
@@ -117,8 +118,9 @@ class Checks:
             announce_pass(context, (local.shape[0], local.shape[1] * context.layout.world), model.training)
             state.announced = False
             find_gradient_factor(model, context, facts, kwargs.get("num_items_in_batch"))
-        if facts is not None and facts.shape == (4,):  # wrappers that split a batch change the shape
-            compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
+        if facts is not None and facts.shape == (FACTS,):  # wrappers that split a batch change the shape
+            divisor, vocabulary = kwargs.get("num_items_in_batch"), vocabulary_size(transformers_model(model))
+            compare_batches(context, facts, kwargs.get("labels"), divisor, vocabulary)
             if documents is not None:
                 begin_comparing_documents(context, documents)
                 # With gloo, attention waits for the other ranks on the host, so different documents would hang there.

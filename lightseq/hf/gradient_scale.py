@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightseq.attention.context import SequenceContext
 from lightseq.distributed.averaging import find_averaging, trainer_scales_loss
+from lightseq.hf.agreement import FACTS
 
 
 def find_gradient_factor(
@@ -41,7 +42,7 @@ def find_gradient_factor(
             f"{missing[0]}, which shares their sequence; let {wrapper} span all ranks, or sum gradients without it"
         )
     factor = len(ranks)
-    if len(averaging.ranks) > factor and num_items is not None and facts.shape == (4,):
+    if len(averaging.ranks) > factor and num_items is not None and facts.shape == (FACTS,):
         targets = int(facts[2])
         differs = float(num_items) != max(targets, 1)
         answers = torch.tensor([differs, targets == 0], dtype=torch.int32, device=context.config.device)

@@ -123,6 +123,12 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
     return norm  # type: ignore[no-any-return]
 
 
+def vocabulary_size(model: PreTrainedModel) -> int | None:
+    """Returns the rows of a model's embeddings; more if its config gives images ids beyond them. None if not known."""
+    rows: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    return None if rows is None else max([rows, *(id + 1 for id in placeholder_ids(model.config))])
+
+
 def positions_in_table(model: PreTrainedModel) -> int | None:
     """Returns the positions in a model's table of encodings, learned or computed; None if any position has one."""
     decoder, count = text_decoder(model), getattr(text_config(model.config), "max_position_embeddings", None)
