@@ -163,7 +163,7 @@ test-ray:
 	@touch $@
 
 # axolotl asks for some hundred packages, most of which need CUDA or no training: these are what it imports.
-AXOLOTL := 'axolotl==0.19.0' 'axolotl-contribs-lgpl==0.0.7' 'axolotl-contribs-mit==0.0.6'
+AXOLOTL := 'axolotl==0.19.0' 'axolotl-contribs-lgpl==0.0.7' 'axolotl-contribs-mit==0.0.6' 'ring-flash-attn==0.1.8'
 IMPORTED_BY_AXOLOTL := addict art bitsandbytes colorama einops 'evaluate==0.4.1' fastcore fire 'mistral-common==1.11.5' numba \
     'posthog==6.7.11' 'pydantic==2.12.5' python-dotenv requests 'schedulefree==1.4.1' scipy sentencepiece tiktoken \
     'torchao==0.17.0' triton 'typer==0.25.1' wandb
