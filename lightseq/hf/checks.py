@@ -26,7 +26,14 @@ from lightseq.hf.loss_checks import check_labels, check_loss, restore_loss_funct
 from lightseq.hf.quantized import check_sharded
 from lightseq.hf.record import EnabledModel
 from lightseq.hf.router_losses import install_router_loss, mark_router_logits, unmark_router_logits
-from lightseq.models.decoder import decoder_layers, headless, positions_in_table, text_config, transformers_model, vocabulary_size
+from lightseq.models.decoder import (
+    decoder_layers,
+    headless,
+    positions_in_table,
+    text_config,
+    transformers_model,
+    vocabulary_size,
+)
 from lightseq.parts.attention import reaches_of_masks
 from lightseq.parts.recurrences import attending_layers
 from lightseq.parts.router_loss import asks_for_router_logits
