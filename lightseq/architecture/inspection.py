@@ -204,7 +204,7 @@ _inspected: dict[tuple[type, str, tuple[MixerKind, ...]], Architecture | ValueEr
 
 
 def attentions_of(model: PreTrainedModel) -> tuple[Attention, ...]:
-    """Returns the attention of all layers, or what the config tells of it for a model that cannot be inspected."""
+    """Returns the attention of all layers. For a model that cannot be inspected, reads it from the config."""
     try:
         return inspect_architecture(model.config).attentions
     except ValueError:

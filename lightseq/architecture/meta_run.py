@@ -148,9 +148,9 @@ class _Observer:
 
 @contextmanager
 def _tokens_unmixed(model: PreTrainedModel, attention: Callable[..., Any]) -> Iterator[None]:
-    """Lets a model attend with a function, and its other mixers run as in training.
+    """Replaces a model's attention by a function, and its other mixers by those of training.
 
-    Their operators do nothing on the meta device and count no products.
+    Operators of mixers do nothing on the meta device and count no products.
     """
     changes = Changes()
     ALL_ATTENTION_FUNCTIONS.register(PROBE, attention)

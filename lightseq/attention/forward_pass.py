@@ -11,7 +11,7 @@ from lightseq.distributed.roll_call import RollCall
 
 @dataclass
 class ForwardPass:
-    """State that a model's forward pass leaves for the checks of attention, of the loss and of the next pass."""
+    """State of a model's forward pass, read by the checks of attention, loss and the next pass."""
 
     outermost: object = None  # the module that the user called
     attention_passes: int = 0  # launched before this forward pass
@@ -26,6 +26,6 @@ class ForwardPass:
     shared: bool = False  # a deep copy of the model uses the context too; never reset
     gradients_are_averaged_outside: bool = False  # as in trainers, which scale gradients themselves
     gradient_factor: int = 1  # multiplies gradients where a wrapper such as DDP averages them
-    averaging_checked: tuple[Any, ...] | None = None  # the wrappers for which `gradient_factor` was found
+    averaging_checked: tuple[Any, ...] | None = None  # wrappers that `gradient_factor` was computed for
     announced: bool = False  # the call is in `roll_call` already, from a module around the model
     roll_call: RollCall | None = None  # calls of the ranks; set by `hf.enable`

@@ -215,7 +215,8 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq, dk and dv from the forward pass's `results`, out and its log-sum-exp.
 
-    `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered. `dim` is that of keys.
+    `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered. `dim` is the dimension of
+    keys.
     """
     call, (out, lse) = _read_options(options), results
     table = _table(call.context, dout, boundaries, call.reach)
@@ -262,7 +263,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dgathered: None): 
 
 
 def _gradient_function(dout: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Returns `_gradients`, or the operator made of it where something has to see it."""
+    """Returns `_gradients`, or its operator if autograd or a dispatch mode must see the call."""
     # With create_graph autograd records the call, so it has to be the operator, which refuses second derivatives.
     return _attention_backward if torch.is_grad_enabled() or _is_watched(dout) else _gradients
 
@@ -280,7 +281,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        wrapper = operator_wrapper()  # as `reuse_or_compute`, but without its stack frame
+        wrapper = operator_wrapper()  # inlines `reuse_or_compute`, to save a stack frame
         output = _forward(*inputs) if wrapper is None else wrapper(partial(_forward, *inputs))
         _setup_context(ctx, inputs, output)
         return output

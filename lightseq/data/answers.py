@@ -1,4 +1,4 @@
-"""Answers of a chat: where they stand in the text that the chat template writes.
+"""Places of a chat's answers in the text that the chat template writes.
 
 Templates with {% generation %} blocks mark the answers themselves. With others, an answer is what the template writes
 after the generation prompt. A template that only appends makes one text of the whole chat. One that rewrites earlier
@@ -105,7 +105,7 @@ def _without_repeated_specials(chat: Chat, template: ChatTemplate) -> Chat:
 
 
 def _written_specials(renderer: _Renderer) -> tuple[list[str], set[str]]:
-    """Returns the special tokens with which a template begins a chat, in order, and those with which it ends answers.
+    """Returns the special tokens that begin a chat, in order, and the special tokens that end answers.
 
     It may end the last answer with others than earlier ones. Contents are text, or parts if it does not write text.
     """
@@ -173,7 +173,7 @@ class _Renderer:
     def _render_marked(self) -> RenderedChat | None:
         """Returns the chat with the answers that the template marks; None unless it marks every answer.
 
-        A template may mark what follows an answer in a span of its own, such as the end of the chat.
+        A template may put text after an answer, such as the end of the chat, in another span.
         """
         text, spans = self._run(lambda: self.template.render_marked(self.turns, self.chat.inputs))
         answers = [number for number, turn in enumerate(self.chat.turns[: len(self.turns)]) if is_answer(turn)]

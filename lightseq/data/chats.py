@@ -234,7 +234,7 @@ def _read_part(part: Mapping[str, Any], where: str) -> str:
 
 
 def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Returns the calls of a turn, with arguments as objects where they are JSON."""
+    """Returns the calls of a turn. Parses arguments that are JSON text."""
     calls = _value_of(turn.get("tool_calls") or [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{where} has tool_calls {calls!r:.60}, not a list of calls; correct it")

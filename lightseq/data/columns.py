@@ -28,7 +28,7 @@ UNITS: Final[Mapping[str, RowUnit]] = {PREFERENCE: RowUnit(2, "pair")}
 
 
 def unit_of(format_name: str) -> RowUnit:
-    """Returns the documents of a row, which are one in most formats."""
+    """Returns how many documents a row of a format holds, and what the row is called."""
     return UNITS.get(format_name, RowUnit(1, f"{format_name} row"))
 
 
@@ -252,7 +252,7 @@ OTHER_FORMATS: Final = frozenset(
 
 
 def check_repeated(row: Mapping[str, Any], others: Iterable[str], texts: Sequence[str], used: str, where: str) -> None:
-    """Raises ValueError if a column of another format holds other text than `texts`, those of the columns `used`."""
+    """Raises ValueError if a column of another format holds text that is not in `texts`, the texts of `used`."""
     trained = [squeeze(text) for text in texts if text]
     for column in others:
         found = [squeeze(text) for text in _strings(row[column])]
@@ -265,7 +265,7 @@ def check_repeated(row: Mapping[str, Any], others: Iterable[str], texts: Sequenc
 
 
 def _strings(value: Any) -> list[str]:
-    """Returns a text, or the contents of turns as far as they are text."""
+    """Returns a text, or the text contents of turns."""
     if isinstance(value, str):
         return [value]
     turns = value if isinstance(value, list) else []

@@ -41,13 +41,13 @@ class SelectedExamples:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """The number of tokens of each row, where it is known beforehand."""
+        """Tokens of each row, if known without tokenizing."""
         assert not isinstance(self.source, LazyTextExamples)
         return self.source.tokens[self.rows]
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """The tokens of each example, where they are known beforehand."""
+        """Tokens of each example, if known without tokenizing."""
         assert not isinstance(self.source, LazyTextExamples)
         return self.source.sizes[self.indices]
 

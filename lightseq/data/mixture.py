@@ -92,12 +92,12 @@ class JoinedExamples:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """The number of tokens of each row, where it is known beforehand."""
+        """Tokens of each row, if known without tokenizing."""
         return np.concatenate([part.tokens for part in self.parts])  # type: ignore[union-attr]
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """The tokens of each example, where they are known beforehand."""
+        """Tokens of each example, if known without tokenizing."""
         return np.concatenate([part.sizes for part in self.parts])  # type: ignore[union-attr]
 
 
@@ -107,7 +107,7 @@ def parts_of(examples: Examples) -> tuple[Examples, ...]:
 
 
 def mix(opened: Sequence[Examples], sources: Sequence[WeightedPath], seed: int) -> Examples:
-    """Returns the examples of all sources, each as often as its weight says; a single one with weight 1 as it is.
+    """Repeats the examples of each source by its weight. Returns a single source of weight 1 unchanged.
 
     Raises ValueError if a weight leaves no row, or if pairs of preferences stand beside other rows.
     """

@@ -95,7 +95,7 @@ def read_answers(row: Row, where: str, tokenizer: Tokenizer) -> list[Answer]:
 def _render_texts(
     row: Row, names: Sequence[str], where: str, tokenizer: Tokenizer
 ) -> tuple[list[str], list[str] | None]:
-    """Returns the texts of a row, and those of the prompt and both documents, None if an answer is empty."""
+    """Returns the texts of a row, and the texts of the prompt and both documents (None if an answer is empty)."""
     if needs := [name for name in TEMPLATE_COLUMNS if not is_blank(row.get(name))]:
         raise ValueError(f"{where}: column {needs[0]!r} needs a prompt and answers that are turns, not text")
     if getattr(tokenizer, "template_replaced", False):
@@ -176,7 +176,7 @@ def _encode(texts: list[str], adds_special_tokens: bool, tokenizer: Tokenizer) -
 
 
 def _backend(tokenizer: Tokenizer) -> Any:
-    """Returns the tokenizer of transformers, made once: that of bytes takes longer than a row."""
+    """Returns transformers' tokenizer. Caches it, because making the tokenizer of bytes takes longer than a row."""
     return _made_backend(cast(Hashable, tokenizer))
 
 

@@ -105,7 +105,7 @@ def tree_tokens(documents: Sequence[IntArray], last: IntArray | None = None) -> 
 
 
 def _key(ids: Ints) -> bytes:
-    """Returns a hash of each whole block. Rows that are sorted by it stand beside those that share most blocks."""
+    """Hashes each whole block. Sorting rows by their hashes puts rows that share most blocks side by side."""
     return b"".join(_digests(np.ascontiguousarray(ids, dtype=np.int64)))
 
 

@@ -1,4 +1,4 @@
-"""One sample of a row: token ids, or text to tokenize, and which of it are targets."""
+"""Samples of a row: token ids or text to tokenize, with their targets."""
 
 from dataclasses import dataclass
 

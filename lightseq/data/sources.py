@@ -149,7 +149,7 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def folder_suffixes(folder: Path) -> tuple[str, ...]:
-    """Returns the suffixes of the files that are read below a folder: those of rows, or of texts if it has no rows."""
+    """Returns the file suffixes to read below a folder: files of rows, or of texts if there are none."""
     has_rows = any(path.name.endswith(FOLDER_SUFFIXES) for path in _visible(folder))
     return FOLDER_SUFFIXES if has_rows else TEXT_SUFFIXES
 

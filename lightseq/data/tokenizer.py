@@ -34,7 +34,7 @@ SAMPLE_TEXTS: Final = (
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Returns the bytes by the characters that stand for them in tokenizers of bytes, since GPT-2."""
+    """Maps GPT-2's printable stand-ins for bytes, which byte-level tokenizers use, to the bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -205,7 +205,7 @@ class PretrainedTokenizer:
         return found
 
     def _whole(self, ids: list[int]) -> list[int]:
-        """Adds the begin and end ids of a document, as far as they are missing."""
+        """Adds a document's begin and end ids if they are missing."""
         begin, added = self._added
         ids = ids if tuple(ids[: len(begin)]) == begin else [*begin, *ids]
         for end in (added, self.end):

@@ -33,7 +33,7 @@ class Averaging:
 
 
 def find_averaging(model: nn.Module) -> Averaging | None:
-    """Returns what averages the gradients of a model whose forward pass runs now; None if nothing does.
+    """Returns the wrapper that averages gradients of the model whose forward pass runs; None without one.
 
     Raises ValueError for a wrapper that may average or sum.
     """

@@ -57,7 +57,7 @@ class ParallelDims:
         return total
 
     def make_meshes(self) -> None:
-        """Makes the meshes, which takes all ranks. Raises ValueError on all if hosts differ where they must not."""
+        """Makes the meshes, on all ranks together. Raises ValueError on all ranks if hosts differ."""
         sizes = [self.world.local_size] * self.world.size
         if self.fsdp_mode == "hybrid_shard" and self.world.size > 1:
             dist.all_gather_object(sizes, self.world.local_size)
@@ -125,7 +125,7 @@ def parallel_dims(
 
 
 def check_expert_size(expert_size: int, host_ranks: int) -> None:
-    """Raises ValueError unless the ranks with different experts divide those of a host."""
+    """Raises ValueError unless the ranks with different experts divide the ranks of a host."""
     if host_ranks % expert_size:
         raise ValueError(
             f"--expert_parallel_size {expert_size} does not divide the {plural(host_ranks, 'rank')} of a host; use "

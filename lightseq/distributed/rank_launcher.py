@@ -88,7 +88,7 @@ class LauncherFlags:
 
 
 def parse_launcher_flags(words: Sequence[str]) -> LauncherFlags:
-    """Takes --nproc_per_node and --max_restarts out of a command line. Raises ValueError for an invalid value."""
+    """Splits --nproc_per_node and --max_restarts from a command line. Raises ValueError for an invalid value."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, _ in LAUNCHER_FLAGS:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")

@@ -111,7 +111,7 @@ class Watchdog:
                 self.connect(store or own_connection(dist.distributed_c10d._get_default_store(), world, phase))
 
     def connect(self, store: dist.Store) -> None:
-        """Takes a connection to the store for this watchdog alone, and starts the heartbeat."""
+        """Opens this watchdog's own connection to the store, and starts the heartbeat."""
         self._store = store
         self._publish(self._heartbeat(0))
         self._request_began = None
@@ -294,7 +294,7 @@ class Watchdog:
         exit_process(EXIT_STATUS)
 
     def _write_stacks(self, text: str, directory: Path) -> str:
-        """Writes the verdict, this rank's error and the stacks of its threads. Returns where they are."""
+        """Writes the verdict, this rank's error and the stacks of its threads. Returns their path."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with (directory / f"rank{self._world.rank}.txt").open("w") as file:

@@ -170,7 +170,7 @@ def _shape(model: PreTrainedModel, config: AttentionConfig) -> AttentionShape:
 
 
 def _completed(config: AttentionConfig, model: PreTrainedModel, ranks: int) -> AttentionConfig:
-    """Returns a config with the device, dtype, windows and softcap of a model where they are left open."""
+    """Fills in device, dtype, windows and softcap from the model where the config leaves them open."""
     parameter = next(model.parameters())
     sizes = [reach.tokens for reach in layer_reaches(model.config) if reach is not None]
     return dataclasses.replace(

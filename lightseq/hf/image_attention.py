@@ -56,7 +56,7 @@ class ImageBlocks:
 def image_blocks(
     context: SequenceContext, is_image: Tensor, documents: Documents | None, boundaries: tuple[int, ...] | None
 ) -> ImageBlocks:
-    """Returns the blocks of a whole batch, of which `is_image` (batch, length) marks the image tokens."""
+    """Returns the image blocks of a whole batch. `is_image` (batch, length) marks the image tokens."""
     before = torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
     if boundaries is not None:
         before[:, [start for start in boundaries if start < is_image.shape[1]]] = False
@@ -203,7 +203,7 @@ def _of_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _pool(context: SequenceContext, x: Tensor, blocks: ImageBlocks) -> Tensor:
-    """Returns this rank's tokens, then those of blocks that several ranks hold, of all ranks."""
+    """Appends all ranks' tokens of blocks that several ranks hold to this rank's tokens."""
     own = x.flatten(0, 1)
     if not blocks.most:
         return own
@@ -215,7 +215,7 @@ def _pool(context: SequenceContext, x: Tensor, blocks: ImageBlocks) -> Tensor:
 
 
 def _add_pool(context: SequenceContext, gradient: Tensor, pool: Tensor, blocks: ImageBlocks) -> Tensor:
-    """Adds the gradients of a pool, on whichever rank they were computed, to those of this rank's tokens."""
+    """Sums the gradients of a pool over ranks, and adds them to the gradients of this rank's tokens."""
     local = gradient.shape[0] * gradient.shape[1]
     total = pool[:local]
     if blocks.most:

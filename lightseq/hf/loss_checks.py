@@ -18,7 +18,7 @@ from lightseq.parts.loss import log_probs_of_logits
 
 @torch.compiler.disable
 def check_labels(context: SequenceContext, model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for labels that the model would shift inside a shard. Lets the loss function be checked."""
+    """Raises ValueError for labels that the model would shift inside a shard. Prepares the loss function's check."""
     state = context.forward_pass
     if state.outermost is not model:  # the wrapper around the model was checked
         return

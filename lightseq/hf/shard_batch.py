@@ -182,7 +182,7 @@ def find_boundaries(
 
 
 def continued_positions(position_ids: Tensor | None, attention_mask: Tensor) -> Tensor | None:
-    """Lets positions count on over right padding, where transformers' collators write 0 or 1.
+    """Continues positions over right padding, where transformers' collators write 0 or 1.
 
     Positions of another shape than (batch, length) or (1, length) stay as they are.
     """

@@ -58,7 +58,7 @@ def prepare(
 
 
 def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) -> DeviceMesh | None:
-    """Lets neighbouring ranks get the same batches, and returns the mesh (data x sequence); None on one rank.
+    """Gives neighbouring ranks the same batches. Returns the mesh (data x sequence), None on one rank.
 
     Afterwards `gather_for_metrics` takes values of one rank per group, because all ranks of a group have the same.
     """
@@ -161,7 +161,7 @@ def _check_adapters(model: nn.Module) -> None:
 
 
 def _run_hooks_inside(model: nn.Module, inner: nn.Module, changes: Changes) -> None:
-    """Lets peft call the model inside, with its hooks; peft before 0.21 calls the model's forward."""
+    """Makes peft call the inner model with its hooks; peft before 0.21 calls only its forward."""
     for module in model.modules():
         if type(module).__module__.startswith("peft.tuners.") and getattr(module, "model", None) is inner:
             changes.replace_forward(module, _call_inside)
@@ -172,7 +172,7 @@ def _call_inside(tuner: Any, _forward: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _reduce_in_float32(accelerator: Accelerator) -> None:
-    """Lets FSDP2 sum gradients in float32 and return losses as they are; accelerate would round both to bfloat16."""
+    """Makes FSDP2 sum gradients in float32 and not cast losses; accelerate would round both to bfloat16."""
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     policy = getattr(plugin, "mixed_precision_policy", None)
     if isinstance(policy, MixedPrecisionPolicy):
@@ -186,7 +186,7 @@ def _ranks_per_host(mesh: DeviceMesh) -> int | None:
 
 
 def _gather_for_metrics(accelerator: Accelerator, size: int, input_data: Any, use_gather_object: bool = False) -> Any:
-    """Gathers as accelerate does, of every `size`-th rank."""
+    """Gathers metrics like accelerate, but from one rank of every group of `size`."""
     if use_gather_object or not _all_tensors(input_data):
         return _gather_objects(accelerator, size, input_data)
     ranks = accelerator.num_processes
@@ -212,7 +212,7 @@ def _all_tensors(data: Any) -> bool:
 
 
 def _gather_objects(accelerator: Accelerator, size: int, rows: Any) -> list[Any]:
-    """Returns the objects of every `size`-th rank in one list, without those that fill up the last batch."""
+    """Gathers objects of every `size`-th rank in one list, and drops the padding of the last batch."""
     gathered = objects_of_every(size, rows)
     state = accelerator.gradient_state
     return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
@@ -257,7 +257,7 @@ def _prepare_scheduler(accelerator: Accelerator, size: int, scheduler: Any) -> A
     """Prepares a scheduler that steps once per group of ranks; accelerate's steps once per rank."""
     prepared = type(accelerator).prepare_scheduler(accelerator, scheduler)
     if prepared.step_with_optimizer and not prepared.split_batches:
-        prepared.split_batches = True  # then one call is one step
+        prepared.split_batches = True  # so that one call is one step
         prepared.step = partial(_step_times, prepared, accelerator.num_processes // size)
     return prepared
 

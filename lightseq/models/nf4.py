@@ -1,4 +1,4 @@
-"""Bytes of NF4 (QLoRA, arXiv 2305.14314) as bitsandbytes has them: made of a dense weight, and made dense again.
+"""Quantization to and from bitsandbytes' NF4 (QLoRA, arXiv 2305.14314).
 
 Every 64 elements share a scale. With double quantization, scales have 8 bits, and every 256 of them share a float32
 scale. Their mean is the offset of the whole weight: a matrix, or the matrices of stacked experts.
@@ -23,7 +23,7 @@ SCALE: Final = torch.float32
 class Nf4Bytes(PackedBytes):
     """Bytes in NF4. Codes hold two elements each."""
 
-    # Scales are uint8, of blocks: a byte each, or the four of a float32 without double quantization.
+    # `scales` is uint8: one byte per block, or without double quantization the four bytes of a float32.
     nested: Tensor  # float32, of NESTED_BLOCK scales each, for the whole matrix; empty without double quantization
     offset: Tensor  # float32 without dims, added to every scale
 

@@ -74,7 +74,7 @@ class _WithShapes:
 class PublishedLayout:
     """Place of each tensor of a model in its files, by the tensor's name in the model."""
 
-    renamed: Mapping[str, str]  # tensors that are in the files as they are, by another name or the same
+    renamed: Mapping[str, str]  # tensors stored without conversion: name in the files
     converted: Mapping[str, Conversion]
     tied_head: str | None  # name in the files of the head's weight, if the model has its embeddings in its place
     untouched: tuple[str, ...]  # names in the files of tensors that the model lacks, such as an image encoder's

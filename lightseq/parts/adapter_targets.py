@@ -1,4 +1,4 @@
-"""Weights in a model's layers that low-rank adapters can be of, by the names that peft gives them."""
+"""Weights that low-rank adapters can be attached to, by peft's names."""
 
 import json
 from collections import Counter
@@ -22,7 +22,7 @@ from lightseq.parts.routers import router_parts
 
 @dataclass(frozen=True)
 class Targets:
-    """Weights in a model's layers that adapters can be of."""
+    """Weights of a model's layers that can get an adapter."""
 
     linears: Mapping[str, int]  # inputs plus outputs of each linear outside routers, by its whole name
     modules: tuple[str, ...]  # whole names of all of the model's modules
@@ -76,7 +76,7 @@ def _is_taken(model: PreTrainedModel, name: str) -> bool:
 
 
 def _is_refused(model: PreTrainedModel, name: str) -> bool:
-    """Returns whether peft adds no adapter to a linear, as to those that a fused kernel of Mamba goes around."""
+    """Returns whether peft skips a linear, such as one that a fused kernel of Mamba bypasses."""
     with suppress(ImportError):  # older versions of peft do not
         from peft import LoraConfig
         from peft.tuners.tuners_utils import _check_lora_target_modules_mamba

@@ -171,7 +171,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) 
 
 
 def freeze(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Lets only adapters train, if there are any, and casts the model's own weights to the compute dtype."""
+    """Freezes everything but adapters, and casts the model's own weights to the compute dtype."""
     in_float32 = float32_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(LORA_INFIX in name)

@@ -31,7 +31,7 @@ class ExpertAdapter(NamedTuple):
     reversed: bool = False
 
     def product(self, x_RI: Tensor, ends_E: Tensor) -> Tensor:
-        """Returns what the adapter adds (R, O). Expert e has the rows before `ends_E[e]`, after those of e - 1."""
+        """Returns the output of the adapter (R, O). Expert e has the rows between `ends_E[e - 1]` and `ends_E[e]`."""
         first, last = (self.b_EOK, self.a_EKI) if self.reversed else (self.a_EKI, self.b_EOK)
         x_RK = grouped_product(x_RI, first, ends_E, self.reversed) * self.scale
         return grouped_product(x_RK, last, ends_E, self.reversed)
@@ -69,7 +69,7 @@ def split_by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]
 
 
 def use_in_experts(wrapper: Any, changes: Changes) -> None:
-    """Lets experts add the adapter of peft's wrapper themselves; peft's own forward adds B·A to all their weights.
+    """Moves the adapter of peft's wrapper into the experts; peft's forward would add B·A to all their weights.
 
     The experts must run by `experts_forward`. Raises ValueError if the wrapper computes more than plain LoRA.
     """

@@ -40,7 +40,7 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
 
 
 def _fit(layers: Sequence[nn.Module], choices: Choices, _ranks: Ranks, changes: Changes) -> None:
-    """Lets the gated MLPs of decoder layers run over tiles of tokens."""
+    """Runs the gated MLPs of decoder layers over tiles of tokens."""
     if choices.tiles_mlp:
         tile_mlps(layers, changes, choices.stores_products, choices.ends_with_mlp)
 

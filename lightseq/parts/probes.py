@@ -54,7 +54,7 @@ from lightseq.utils.logit_transform import LogitTransform
 TOKENS: Final = 5
 INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"  # its name in transformers
 LIBRARY_CLASSES: Final = frozenset({*nn.Module.__mro__, *PreTrainedModel.__mro__})  # whose methods do not attend
-# Packages that functions of mixers come from; ours replaces those of transformers by ones that dispatch to them.
+# Packages that define functions of mixers. lightseq replaces transformers' functions by dispatching wrappers.
 LIBRARIES: Final = ("torch", "transformers", "kernels", "fla", "mamba_ssm", "causal_conv1d", "triton", "lightseq")
 MLP_LINEARS: Final = ("gate_proj", "up_proj", "down_proj")
 ACTIVATION_CLASSES: Final = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, NewGELUActivation)
@@ -75,7 +75,7 @@ def calls_attention_interface(forward: Callable[..., Any], kind: type) -> bool:
 
 
 def counts_its_tokens(attention: nn.Module) -> bool:
-    """Returns whether an attention module counts the tokens it gets, after those of a cache (Llama 4's temperature)."""
+    """Returns whether an attention module counts its tokens, starting at the cache's length (as Llama 4 does)."""
     names = {name for function in reached(type(attention).forward, functions_held) for name in named_in(function)}
     return names >= {"arange", "get_seq_length"}
 
@@ -103,7 +103,7 @@ def _is_of_models(function: Any) -> bool:
 
 
 def _is_written_by_libraries(function: Any) -> bool:
-    """Returns whether a function and those of its modeling file that it calls are not patched."""
+    """Returns whether a function, and the functions of its modeling file that it calls, are unpatched."""
 
     def follow(one: Any) -> Collection[Any]:
         own = unwrap(one) if isinstance(one, FunctionType) else None
@@ -256,7 +256,7 @@ def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
 
 
 def _check_passes_logits(model: PreTrainedModel, inside: PreTrainedModel) -> None:
-    """Raises ValueError unless a composite returns the logits of the language model inside as they are."""
+    """Raises ValueError unless a composite model returns its language model's logits unchanged."""
     with plain_numbers():
         logits = torch.linspace(-50.0, 50.0, TOKENS * 64).view(1, TOKENS, 64)
         embeds = torch.zeros(1, TOKENS, inside.get_input_embeddings().embedding_dim)

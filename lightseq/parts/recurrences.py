@@ -71,7 +71,7 @@ def mixer_modules(model: nn.Module) -> list[tuple[nn.Module, MixerKind]]:
 
 
 def _calls_own(module: nn.Module) -> bool:
-    """Returns whether a module holds functions, as those of older versions of transformers do: kernels or fallbacks."""
+    """Returns whether a module stores its kernels as attributes, as in older versions of transformers."""
     return any(isinstance(value, FunctionType | BuiltinFunctionType) for value in vars(module).values())
 
 
@@ -140,7 +140,7 @@ def layer_types_of_mixers(config: Any, layers: Iterable[nn.Module]) -> set[str]:
 
 
 def _fit(modules: Sequence[nn.Module], _choices: Choices, ranks: Ranks, changes: Changes) -> None:
-    """Lets mixers span the ranks of a sequence."""
+    """Distributes mixers over the ranks of a sequence."""
     if ranks.sequence is not None:
         for module, kind in (found for each in modules for found in mixer_modules(each)):
             distribute_mixer(module, kind, ranks.sequence, changes)

@@ -191,7 +191,7 @@ def _routers(recorder: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """Yields the modules whose output transformers records as router logits, and where in the output they are."""
     specs: Any = (getattr(recorder, "_can_record_outputs", None) or {}).get("router_logits", [])
     for spec in specs if isinstance(specs, list) else [specs]:
-        kind: Any = getattr(spec, "target_class", spec)  # a class alone stands for the second output of its modules
+        kind: Any = getattr(spec, "target_class", spec)  # a plain class means index 1 of its modules' outputs
         index, within = getattr(spec, "index", 1), getattr(spec, "layer_name", None)
         for name, module in recorder.named_modules():
             recorded = isinstance(kind, type) and isinstance(module, kind)

@@ -223,7 +223,7 @@ class _TiledCall:
         return whole
 
     def attention(self, x: Tensor) -> list[Pair]:
-        """Returns out and its log-sum-exp of every slice."""
+        """Runs attention slice by slice. Returns the output and log-sum-exp of each slice."""
         module, window = self.layer.self_attn, None if self.reach is None else self.reach.tokens
         return [
             attend(module, *self.project_all_tiles(heads, x), module.scaling, sliding_window=window, **self.others)

@@ -91,7 +91,7 @@ def _busy_seconds(plan: Plan) -> float:
 def can_fit(run: PlannedRun) -> bool:
     """Returns whether any choice of the flags left to the planner fits into memory."""
     run = without_device_budget(run)
-    options = (*frugal_options(run), *fast_options(run))  # those with the least memory first
+    options = (*frugal_options(run), *fast_options(run))  # in order of memory, least first
     return any(plan.fits for option in options for plan in _placements(option))
 
 
@@ -156,9 +156,9 @@ def _activation_budget(config: TrainConfig, offload: str) -> float | None:
 
 
 def _offloads(config: TrainConfig, policy: str, group: int, values: Sequence[str]) -> list[str]:
-    """Returns the values of --offload to plan with, `values` unless one is given.
+    """Returns the values of --offload to plan with: the flag if it is given, else those of `values` that can run.
 
-    With `auto` every layer is placed by itself, which needs a checkpoint of its own.
+    `auto` places layers one by one, so every layer needs its own checkpoint.
     """
     if config.offload != "auto":
         return [config.offload]

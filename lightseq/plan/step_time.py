@@ -114,7 +114,7 @@ def _full_attention_seconds(run: PlannedRun, mixer: Attention) -> float:
 
 
 def _speed_of_scores(run: PlannedRun, mixer: Attention, flops_per_second: float) -> float:
-    """Returns the FLOP/s of attention whose products run at a speed, and whose scores go through memory."""
+    """Returns the FLOP/s of unfused attention: matrix products at the given speed, scores through memory."""
     flops = 2 * (mixer.heads.dim + mixer.heads.value_dim) * (1 + BACKWARD_FLOPS)  # FLOPs for a score
     return flops / (flops / flops_per_second + rates.SCORE_BYTES / memory_rate(run))
 
@@ -264,7 +264,7 @@ def _experts_seconds(run: PlannedRun, experts: Experts) -> float:
 
 
 def _token_exchange_seconds(run: PlannedRun) -> float:
-    """Returns the seconds in which ranks with different experts exchange tokens: twice a pass, also when repeated."""
+    """Returns the seconds of token exchange under expert parallelism: twice per pass, recomputation included."""
     ranks = run.config.expert_ranks
     sent = run.tokens * run.itemsize * (ranks - 1)
     passes = 2 + (run.config.remat_policy != "none")

@@ -1,4 +1,4 @@
-"""Kernels for keys and values of different dimensions, made of kernels that need equal ones."""
+"""Wrappers that run kernels for equal dimensions on keys and values of different dimensions."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

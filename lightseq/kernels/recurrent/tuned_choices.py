@@ -72,7 +72,7 @@ def _key_names(tuner: Any) -> list[str]:
 
 @cache
 def take_tuned_choices(key_heads: int, value_heads: int, device: torch.device) -> None:
-    """Lets fla's autotuners skip measuring what the file for this GPU has, for these numbers of heads."""
+    """Gives fla's autotuners the stored choices for this GPU and these numbers of heads."""
     file = FILES.get(torch.cuda.get_device_capability(device))
     if file is None:
         return
