@@ -53,9 +53,9 @@ class ModelSource:
 
     config: PreTrainedConfig
     weights: Path | str | None
-    stored_form: str | None = None  # how files store weights, also if they are not loaded: nf4, fp8 or mxfp4
-    left_out: tuple[str, ...] = ()  # modules beside those in FP8
-    quantization: str | None = None  # another format of the weights, which is not read
+    stored_form: str | None = None  # packed form of the files, even if not loaded: nf4, fp8 or mxfp4
+    left_out: tuple[str, ...] = ()  # modules that are not in FP8
+    quantization: str | None = None  # unsupported format of the weights
 
 
 def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> ModelSource:
@@ -116,7 +116,7 @@ def check_weights_are_not_quantized(source: ModelSource, name: str) -> None:
 
 
 def model_within(directory: Path) -> str:
-    """Says which directory to give instead of one without a model: the newest checkpoint, if it is a run's output."""
+    """Returns advice for a directory without a model: the newest checkpoint, if it is a run's output."""
     saved = [path.parent for name in MODEL_CONFIGS for path in directory.glob(f"checkpoint-*/{name}")]
     numbered = [path for path in saved if re.fullmatch(r"checkpoint-\d+", path.name)]
     if not numbered:
@@ -340,7 +340,7 @@ def _presets_elsewhere(family: ModelFamily) -> dict[str, ModelFamily]:
 
 
 def _nearest_presets(family: ModelFamily, name: str) -> list[str]:
-    """Returns the presets of similar names, the most similar first, and of equally similar ones the family's own."""
+    """Returns presets with similar names, most similar first. Ties go to the family's own."""
     elsewhere, wanted = _presets_elsewhere(family), name.lower()
     known = [*family.presets, *elsewhere]
     return sorted(

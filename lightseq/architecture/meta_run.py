@@ -28,7 +28,7 @@ from lightseq.schedule.reach import sliding
 
 PROBE: Final = f"{IMPLEMENTATION}_probe"  # in transformers' registry of attention functions
 TOKENS: Final = 4
-RANDOM: Final = ("rand", "uniform", "bernoulli", "exponential", "multinomial", "normal_", "dropout")  # in operators
+RANDOM: Final = ("rand", "uniform", "bernoulli", "exponential", "multinomial", "normal_", "dropout")  # operators
 NOT_COMPARED: Final = ("hidden_states", "attention_mask")  # among layers; attention takes no mask
 
 
@@ -40,7 +40,7 @@ class LayerRun:
     linears: list[nn.Linear] = field(default_factory=list)  # in the order in which they ran
     products: int = 0  # multiplications of matrix products
     experts: Experts | None = None
-    saved_after_mlp: int = 0  # tensors saved for backward after its MLP, or at all if it has none
+    saved_after_mlp: int = 0  # tensors saved for backward after its MLP; without an MLP, all
     arguments: dict[str, Any] = field(default_factory=dict)  # apart from the hidden states
 
 
@@ -245,7 +245,7 @@ def layer_inputs(
 
 
 class _AllFound(Exception):
-    """Ends a forward pass whose other layers nobody asks about."""
+    """Exception that ends a forward pass once the needed layers have run."""
 
 
 def _shaped_as_output(q: Tensor, v: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ def buffer_layout(
     dtype: torch.dtype,
     lse_dtype: torch.dtype | None = None,
 ) -> BufferLayout:
-    """Returns the layout of an item: local tensors of `shapes` (B, S, N, D), which differ in D only, and an lse or not.
+    """Returns the layout of an item: local tensors of `shapes` (B, S, N, D), which differ only in D, and maybe an lse.
 
     Key/value heads that are fewer than the schedule's head groups form groups of one head.
     """

@@ -41,7 +41,7 @@ class AttentionConfig:
     # How scans of recurrent layers span the ranks: auto, chain or heads.
     recurrent_schedule: str = "auto"
     carries_states: bool = False  # some layers carry a state through the sequence, and take no scattered tokens
-    # Layers pass their heads in slices, one after the other (`tile_layers`); a schedule then needs fewer head groups.
+    # Layers pass slices of their heads in turn (`tile_layers`), so a schedule needs fewer head groups.
     layers_slice_heads: bool = False
 
     def with_windows(self, windows: Collection[int], ranks: int) -> "AttentionConfig":

@@ -55,7 +55,7 @@ class SequenceContext:
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # input shapes that all ranks are known to share
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
-    recurrent_schedule: str = AUTO_RECURRENT  # how scans of the layers beside attention span the ranks
+    recurrent_schedule: str = AUTO_RECURRENT  # schedule of the scans of recurrent layers
     keeps_gathered: bool = False  # the backward pass reuses q, k and v as the forward pass gathered them
     config: AttentionConfig = field(default_factory=AttentionConfig)  # options, completed by the model's
 

@@ -17,7 +17,7 @@ class ForwardPass:
     attention_passes: int = 0  # launched before this forward pass
     loss: tuple[Tensor, int] | None = None  # result of the loss function, and its tensor version
     router_losses: int = 0  # shares of router losses computed in this pass, which the model adds to its loss
-    # (batch, local): whether one process would count a token, or in how many rows; None: all once
+    # (batch, local): how often one process would count a token, as a bool or number of rows; None: once
     counted_tokens: Tensor | None = None
     loss_weights: Tensor | None = None  # factors of the losses of a rank's targets, (batch, local); None: 1
     batches: int = 0  # batches passed to the model so far

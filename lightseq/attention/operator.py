@@ -174,7 +174,7 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 
 def _sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Returns the gradient of the sinks, of this rank's queries: the gradient of a key without a value."""
+    """Returns the gradient of the sinks from this rank's queries. A sink acts as a key without a value."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
     return -(share * delta).sum((0, 2)).to(sinks.dtype)

@@ -79,7 +79,7 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
     }.items()
     for theirs in names.split()
 }
-# Flags that other programs have and this one has not, with what to do instead.
+# Flags of other programs that lightseq lacks, with the remedy.
 REMEDIES: Final[Mapping[str, str]] = {
     theirs: remedy
     for remedy, names in {

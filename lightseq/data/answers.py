@@ -132,7 +132,7 @@ def _written_specials(renderer: _Renderer) -> tuple[list[str], set[str]]:
 
 
 class _NotWritten(ValueError):
-    """The template fails, or an answer is not in its text. Another form of the turns may work."""
+    """Error for a template that fails or leaves out an answer. Another form of the turns may work."""
 
 
 def _variants(turns: list[Turn]) -> Iterator[list[Turn]]:
@@ -213,7 +213,7 @@ class _Renderer:
         return False
 
     def _marker_after(self, number: int, text: str) -> str:
-        """Returns the marker of the turn after an answer, up to which `text` reaches, if the model stops at it.
+        """Returns the next turn's marker, up to which `text` reaches, if the model stops at it.
 
         The last answer gets the marker of the turn that would follow. Returns nothing for an answer that ends itself.
         """
@@ -248,7 +248,7 @@ class _Renderer:
         return text, shared, {OTHER_PROMPT}
 
     def _begin_of_first(self, text: str) -> int:
-        """Returns where the answer begins in a chat whose first turn it is: templates cannot render an empty chat.
+        """Returns where the answer begins if it is the chat's first turn; templates cannot render an empty chat.
 
         That is behind the generation prompt that the template writes after a user's turn, if the text has it, else
         where the text differs from one with another answer.

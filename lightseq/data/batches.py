@@ -38,7 +38,7 @@ class Batch:
     sizes: tuple[int, ...]  # tokens of each row, without padding
     boundaries: tuple[int, ...] | None = None  # start of each packed document, and the last end (batch of one)
     parents: tuple[int, ...] | None = None  # documents that begin alike became nodes of trees (`schedule.nodes`)
-    rows: RowPlaces | None = None  # where the documents stand
+    rows: RowPlaces | None = None  # places of rows in trees
 
     @property
     def nodes(self) -> Nodes | None:
@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def document_sizes(self) -> tuple[int, ...]:
-        """Returns the tokens of each document: of the packed ones, or of each row."""
+        """Returns the tokens of each packed document, or of each row without packing."""
         if self.rows is not None:
             return self.rows.sizes
         return self.sizes if self.boundaries is None else tuple(b - a for a, b in pairwise(self.boundaries))
@@ -70,7 +70,7 @@ def padding_batch(rows: int, length: int, packed: bool) -> Batch:
 
 
 def bucket_lengths(longest: int, multiple: int) -> tuple[int, ...]:
-    """Returns `longest`, half of it, a quarter ..., at most MAX_BUCKETS, rounded up to `multiple`, in rising order."""
+    """Halves `longest` up to MAX_BUCKETS - 1 times. Returns the lengths, rounded up to `multiple`, in rising order."""
     halves = (-(-longest // (multiple << i)) * multiple for i in range(MAX_BUCKETS))
     return tuple(sorted({min(longest, half) for half in halves}))
 
@@ -140,9 +140,9 @@ class BatchStream:
 
     def state(self, step: int) -> dict[str, Any]:
         """Returns the state for a checkpoint: samples read, sequences per step, and what determines their order."""
-        consumed = self.consumed_samples(step)  # in the last step of a run, padding besides
+        consumed = self.consumed_samples(step)  # may include padding in the last step
         return {
-            "places": consumed if self.end is None else min(consumed, self.end),  # as checkpoints call it
+            "places": consumed if self.end is None else min(consumed, self.end),  # name in checkpoints
             "examples": len(self.examples),
             "seed": self.seed,
             "length": self.length,
@@ -174,7 +174,7 @@ class BatchStream:
             )
         comparable = _kind(self.content) == _kind(state.get("content"))
         other_content = comparable and state.get("content") != self.content
-        if other_content or state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # older ones have none
+        if other_content or state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # old ones have none
             raise ValueError(
                 f"{flag} was trained on other data with as many examples; resume with the same data in the same order "
                 f"and the same --packing, or start from its weights with {flag_for_weights(checkpoint)}"

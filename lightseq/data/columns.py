@@ -14,11 +14,11 @@ from lightseq.utils.formatting import plural
 # Formats of rows, as notes call them.
 TEXT, CHAT, PAIR, IDS = "text", "chat", "prompt and answer", "ids"
 PREFERENCE = "chosen and rejected"
-RENDERED: Final = (CHAT, PAIR, PREFERENCE)  # by a chat template
+RENDERED: Final = (CHAT, PAIR, PREFERENCE)  # formats rendered by a chat template
 
 
 class RowUnit(NamedTuple):
-    """Documents that stay side by side because a row holds all of them, and the name of such a row."""
+    """Number of documents in a row, which stay side by side, and the name of such a row."""
 
     documents: int
     name: str
@@ -65,7 +65,7 @@ DOCUMENT_COLUMNS: Final[Mapping[str, str]] = {
     "cu_seqlens": "documents of a packed row: the start of each, and the end of the last",
     "seq_idx": "documents of a packed row: the number of its document for each token",
 }
-# Columns that are used beside those that decide the format.
+# Columns that are read but do not decide the format.
 BESIDE: Final[Mapping[str, Mapping[str, str]]] = {
     TEXT: {},
     CHAT: {**SYSTEM_COLUMNS, **TEMPLATE_COLUMNS},
@@ -160,7 +160,7 @@ TEXT_PARTS: Final = ("text", "input_text", "output_text")  # types of parts of a
 
 
 class UnknownColumnError(ValueError):
-    """A column is not supported or not known, so that all rows of the source may mean something else."""
+    """Error for a column that is refused or unknown, and may change the meaning of all rows."""
 
 
 def is_blank(value: Any) -> bool:
@@ -183,7 +183,7 @@ def check_masked(row: Mapping[str, Any], masked: bool, where: str) -> None:
 
 
 def check_columns(row: Mapping[str, Any], format_name: str, used: Collection[str], where: str) -> list[str]:
-    """Returns the columns of another format, which must hold the same row again. `used` decide the row's format.
+    """Returns columns that must repeat the row in another format. `used` are the columns that are read.
 
     Beside token ids these are the columns that the ids were made from, whatever their names.
     Raises UnknownColumnError naming a column that is not supported or not known.
@@ -233,7 +233,7 @@ def _is_source(value: Any) -> bool:
 
 def _or_ignore(column: str) -> str:
     if not column or "," in column:
-        return ""  # which --ignore_columns cannot name
+        return ""  # --ignore_columns cannot name such a column
     shown = column if column.isprintable() else ascii(column)
     return f", or give --ignore_columns {shown} if it changes nothing in training"
 
@@ -245,7 +245,7 @@ def ignored_columns_notes(columns: Collection[str]) -> list[str]:
 
 
 PLAIN_PAIR: Final = ("inputs", "targets")  # text, or ids
-# Columns that hold text in some format, so that one of them beside another format may repeat the row.
+# Text columns of all formats. In a row of another format, such a column may repeat the row's text.
 OTHER_FORMATS: Final = frozenset(
     {"text", "input_ids", *PLAIN_PAIR, *CHAT_COLUMNS, *(name for pair in PROMPT_COLUMNS for name in pair)}
 )

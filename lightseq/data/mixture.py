@@ -1,4 +1,4 @@
-"""Several sources of training data in one run, each passed over as often as its weight says (--data_path a=2,b=0.5)."""
+"""Mixture of training sources (--data_path a=2,b=0.5). A weight is the number of passes in an epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightseq.data.held_out import Rows, SelectedExamples, documents_of_a_row, f
 from lightseq.data.sources import HUB_PREFIX
 from lightseq.utils.formatting import plural
 
-MIXTURE_STREAM = 0x4D495854  # sets the draw apart from those of held-out rows and of data orders
+MIXTURE_STREAM = 0x4D495854  # seed stream of this draw, unlike those of held-out rows and data orders
 Source = Rows | SelectedExamples
 
 
@@ -102,7 +102,7 @@ class JoinedExamples:
 
 
 def parts_of(examples: Examples) -> tuple[Examples, ...]:
-    """Returns the sources of joined examples; of others, the examples themselves."""
+    """Splits joined examples by source. Returns other examples unchanged."""
     return examples.parts if isinstance(examples, JoinedExamples) else (examples,)
 
 

@@ -95,7 +95,7 @@ def _cheapest_trees(alone: Sequence[int], added: Sequence[int], length: int) -> 
 
 
 def tree_tokens(documents: Sequence[IntArray], last: IntArray | None = None) -> int:
-    """Returns the tokens that documents add to a tree at most, each compared with the one before; `last` is in it."""
+    """Returns an upper bound of the tokens that documents, in this order, add to a tree that ends with `last`."""
     total = 0
     for document in documents:
         # Both branches begin with the last common token.

@@ -155,7 +155,7 @@ def _rows_of_columns(path: Path, columns: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _ids_and_labels(row: Row, where: str) -> IdsAndLabels:
-    """Returns the ids and labels of a row. Its masks and types of tokens must say nothing.
+    """Returns the ids and labels of a row. Masks and token types must have their default values.
 
     Raises ValueError for columns that only rows of other files may have.
     """

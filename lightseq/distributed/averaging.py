@@ -29,7 +29,7 @@ class Averaging:
 
     wrapper: str
     ranks: tuple[int, ...]
-    groups: tuple[dist.ProcessGroup, ...]  # one after the other they span the ranks
+    groups: tuple[dist.ProcessGroup, ...]  # averages over these groups in turn
 
 
 def find_averaging(model: nn.Module) -> Averaging | None:

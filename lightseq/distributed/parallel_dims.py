@@ -1,4 +1,4 @@
-"""Split of a run's ranks: which share a sequence, which hold shards of the parameters, which hold copies."""
+"""Split of a run's ranks into groups for sequences, parameter shards and replicas."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,7 +45,7 @@ class ParallelDims:
 
     @property
     def counts_batch(self) -> bool:
-        """Returns whether this rank counts its group's batch in sums over all ranks: one of each group does."""
+        """Returns whether this rank counts its group's batch in sums over all ranks. One rank per group does."""
         return self.world.rank % self.sequence == 0
 
     def sum_over_batches(self, count: int) -> Tensor:

@@ -51,7 +51,7 @@ PEER_GONE = re.compile(r"(?i:closed by peer|reset by peer|broken pipe|ncclRemote
 
 
 class RankNotResponding(Exception):
-    """Failure because another rank did not answer; the watchdog adds which rank, and why."""
+    """Error of a rank that waited in vain for another; the watchdog adds which, and why."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Watchdog:
         while not store.check([f"leaves {rank}" for rank in range(self._world.size)]) and time.monotonic() < until:
             time.sleep(0.02)
         if self._world.is_main and not is_store_of_launcher():
-            time.sleep(0.5)  # the others have to read the store once more, which ends with this process
+            time.sleep(0.5)  # the store ends with this process: let the others read it once more
         start_over(self._world.launch, memory_limit)
 
     def _guard(self) -> None:
@@ -327,7 +327,7 @@ def stalled_ranks_message(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat
 
 
 def own_connection(store: dist.Store, world: World, phase: str) -> dist.Store:
-    """Returns a second connection to the store, as the main thread may wait on the first, with keys of this restart."""
+    """Opens a second connection to the store, because the main thread may block the first. Keys are of this restart."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     own: dist.Store = store.clone()  # type: ignore[attr-defined]

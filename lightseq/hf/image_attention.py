@@ -112,7 +112,7 @@ def image_attention_function(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Runs attention as `attention_function` does; with image blocks, their tokens also see later ones of their own."""
+    """Runs `attention_function`. With image blocks, image tokens also see later tokens of their image."""
     blocks = others.pop(IMAGE_BLOCKS, None)
     if blocks is None:
         return attention_function(module, query_BHSD, key_BKSD, value_BKSD, attention_mask, dropout, scaling, **others)
@@ -137,7 +137,7 @@ def _with_blocks(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Causal attention over ranks, and the later tokens of an image for its queries."""
+    """Causal attention over ranks, in which image queries also see their image's later tokens."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: ImageBlocks, options: tuple) -> Tensor:  # type: ignore[override]

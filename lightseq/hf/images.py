@@ -47,11 +47,11 @@ _MODELS: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()
 class LocalImages:
     """Choice of the features that a rank keeps. Not a tensor, because model wrappers move tensors to the device."""
 
-    kept: Tensor  # int64 on the CPU: features of this rank's tokens, among those of the images that it runs
+    kept: Tensor  # int64 on the CPU: indices of this rank's features among the features of its images
     sizes: tuple[int, ...] | None  # features of each image that this rank runs; None if it runs all
-    total: int  # features of all of them
+    total: int  # number of features of all its images
     positions: Tensor  # positions of this rank's tokens in their document, int64 (batch or 1, local)
-    blocks: ImageBlocks | None  # for attention, where tokens of an image see later ones
+    blocks: ImageBlocks | None  # image blocks for attention with later tokens of an image
 
 
 class ImageFeatures:

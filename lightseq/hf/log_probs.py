@@ -115,7 +115,7 @@ def gather_tokens(
 def gather_padded_tokens(
     context: SequenceContext, values: Tensor, batch: Mapping[str, Any], gradient_factor: float = 1.0
 ) -> Tensor:
-    """Returns what `gather_tokens` does, with the padding at the end, and without waiting for the device."""
+    """Does the same as `gather_tokens`, but includes the padding and does not wait for the device."""
     documents = batch.get("documents")
     layout = context.layout if documents is None else documents.layout
     padded = values.shape[1] * layout.world

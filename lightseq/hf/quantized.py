@@ -26,7 +26,7 @@ KEEPS_BYTES: Final = Version("2.13")  # torch's FSDP2 casts bytes to `param_dtyp
 
 
 def check_quantized(model: nn.Module) -> None:
-    """Raises ValueError if a model trains and has frozen weights of torchao that pass no gradient, or may not."""
+    """Raises ValueError if a model that trains has torchao weights that may pass no gradient."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return
     for name, weight in _of_torchao(model):

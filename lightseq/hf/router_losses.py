@@ -21,10 +21,10 @@ RouterLoss = Callable[..., Tensor | int]
 
 
 class ShardedRouterLogits(tuple[Tensor, ...]):
-    """Logits of all routers for this rank's tokens, with what their loss needs beside them."""
+    """Logits of all routers for this rank's tokens, with the context of their loss."""
 
     context: SequenceContext
-    counted: Tensor | None  # how often one process would count a token, (batch, local); None: all once
+    counted: Tensor | None  # number of times that one process counts a token, (batch, local); None: once
 
 
 def install_router_loss(model: PreTrainedModel) -> None:

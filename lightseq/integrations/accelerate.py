@@ -192,7 +192,7 @@ def _gather_for_metrics(accelerator: Accelerator, size: int, input_data: Any, us
     ranks = accelerator.num_processes
 
     def one_per_group(data: Any) -> Any:
-        if size == ranks:  # one group, all of whose ranks have the same
+        if size == ranks:  # a single group: all ranks have the same data
             return recursively_apply(lambda x: torch.atleast_1d(x.detach()).clone(), data)
         return recursively_apply(partial(rows_of_every, size, ranks), type(accelerator).gather(accelerator, data))
 
@@ -225,7 +225,7 @@ def _prepare_data_loader(
     seed, group = loader.worker_init_fn, mesh.get_local_rank(DATA)
     if isinstance(seed, partial) and seed.func is seed_worker:  # Trainer's, with seeds of each rank
         loader.worker_init_fn = partial(seed, rank=group)
-    elif seed is None and loader.num_workers and group:  # the first group draws what one process does
+    elif seed is None and loader.num_workers and group:  # the first group draws the same numbers as one process
         loader.worker_init_fn = partial(seed_worker, num_workers=loader.num_workers, rank=group)
     prepared: Any = type(accelerator).prepare_data_loader(accelerator, loader, *args, **kwargs)
     if prepared is not loader:

@@ -70,7 +70,7 @@ REFUSED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 
 
 class LightseqPlugin(BasePlugin):  # type: ignore[misc]
-    """Gives axolotl trainers that split every sequence over ranks, and counts ranks that share one as one."""
+    """Plugin with trainers that split every sequence over ranks, and count a group of ranks as one."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.LightseqArgs"

@@ -129,7 +129,7 @@ def _depends_on_ids_alone(kwargs: dict[str, Any]) -> bool:
 
 
 def _as_trees(kwargs: dict[str, Any], places: Tensor, edges: Sequence[int]) -> tuple[dict[str, Any], PackedRows] | None:
-    """Returns what `pack_rows` does for trees, given places and edges of rows; None if they share few tokens."""
+    """Packs rows as trees, given their places and edges. Returns None if they share few tokens."""
     ids, labels = kwargs["input_ids"], kwargs["labels"]
     of_tokens, of_labels = torch.stack([ids.flatten()[places], labels.flatten()[places]]).cpu().numpy()
     shared = share_prefixes([of_tokens[a:b] for a, b in pairwise(edges)])

@@ -95,7 +95,7 @@ class WholeBatches(SplitModel):
         self.watch(model)
 
     def configure(self, batches: TrainerBatches) -> None:
-        """Takes what a trainer knows of its batches and loss."""
+        """Sets the properties of a trainer's batches and loss."""
         self._batches = batches
 
     @property
@@ -103,7 +103,7 @@ class WholeBatches(SplitModel):
         return self._batches.shares_prefixes
 
     def watch(self, outermost: nn.Module) -> None:
-        """Lets outputs of a module around the model, such as DDP's, have logits; inside it they have none.
+        """Adds logits to outputs of a module around the model, such as DDP; outputs inside it have none.
 
         Wrappers look at all tensors of an output, which would gather the logits of every pass.
         """
@@ -158,7 +158,7 @@ class WholeBatches(SplitModel):
             self._replace_head(this, head, head.loss_sum)
             if not local.has_router_loss:
                 return (), inputs
-            self._replace_loss_function(this)  # to whose result the model adds its router loss
+            self._replace_loss_function(this)  # the model adds its router loss to the result
         labels = {"labels": local.labels, "shift_labels": local.labels, "num_items_in_batch": local.nonzero_divisor}
         return (), inputs | labels
 
@@ -178,7 +178,7 @@ class WholeBatches(SplitModel):
         this.changes.call_later(this.replaced.restore)
 
     def _replace_loss_function(self, this: _Pass) -> None:
-        """Lets the model's loss function return this rank's share of the loss, which the head computes."""
+        """Makes the model's loss function return this rank's share of the loss, which the head computes."""
 
         def share(*_args: Any, **_kwargs: Any) -> Tensor:
             assert this.replaced is not None and this.inputs.nonzero_divisor is not None

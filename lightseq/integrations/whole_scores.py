@@ -11,7 +11,7 @@ from lightseq.integrations.split_model import SplitModel
 from lightseq.models.decoder import headless, transformers_model
 
 SCORES: Final = ("score", "classifier")  # names in transformers of the linear that scores each token
-NOT_READ: Final = ("use_cache", "margin")  # by the model: TRL passes it all that its collator returns
+NOT_READ: Final = ("use_cache", "margin")  # arguments that TRL's collator returns and the model ignores
 
 
 class WholeScores(SplitModel):

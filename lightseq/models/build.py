@@ -28,7 +28,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
     Raises ValueError for a type of model that generates no text.
     """
-    # Mistral 4, a model of text, is only among those with images.
+    # transformers lists Mistral 4, a text model, only among models with images.
     mappings = [AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping]
     if has_towers(config):  # the class of the causal models may take only the config of the text inside
         mappings.reverse()

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# Names in configs of tokens whose embeddings an encoder replaces, and of those at their start and end.
+# Config names of placeholder tokens for encoders' features, and of tokens at their start and end.
 PLACEHOLDER: Final = re.compile(r"((image|video|audio|vision)(_start|_end|_bos|_eos)?|[be]o[ia])_token_(id|index)")
 
 LAYERS: Final = ("layers", "h")  # names of the list of layers in transformers' decoders
-POSITIONS: Final = re.compile(r"pos|wpe$")  # in the names of tables of positions
+POSITIONS: Final = re.compile(r"pos|wpe$")  # matches names of position tables
 # Names of the norm after them.
 NORMS: Final = ("norm", "final_norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 

@@ -105,7 +105,7 @@ class PackedWeight(Tensor):
 
     codes = property(lambda self: self.raw.codes)
     scales = property(lambda self: self.raw.scales)
-    nested = property(lambda self: self.raw.nested)  # only in NF4
+    nested = property(lambda self: self.raw.nested)  # NF4 only
     offset = property(lambda self: self.raw.offset)
 
     # FSDP2 calls this form, with the mesh alone, for shards of unequal sizes, too.

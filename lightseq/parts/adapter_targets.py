@@ -26,8 +26,9 @@ class Targets:
 
     linears: Mapping[str, int]  # inputs plus outputs of each linear outside routers, by its whole name
     modules: tuple[str, ...]  # whole names of all of the model's modules
-    parameters: Mapping[str, int]  # the same of stacked experts' weights by their name in a layer, over all of them
-    taken: frozenset[str]  # names of linears that peft understands as those of experts or routers
+    # Inputs plus outputs of stacked experts' weights, by name in a layer, summed over experts.
+    parameters: Mapping[str, int]
+    taken: frozenset[str]  # names of linears that peft applies to experts or routers
     refused: frozenset[str]  # names of linears to which peft adds no adapter in this type of model
 
 

@@ -63,7 +63,7 @@ def _chosen_experts(kind: Any) -> Any:
         "has_gate": True,
         "has_bias": False,
         "has_post_expert_norm": False,
-        "is_transposed": False,  # peft reads it, and adapters also have to fit transformers' own class, which lacks it
+        "is_transposed": False,  # for peft: transformers' own class lacks the attribute
         "is_transposed_without_mark": True,
         "scales_inputs": True,
     }

@@ -21,7 +21,7 @@ CHUNK_TOKENS = 512  # about six float32 tensors of 512 x 151936 logits are 1.8 G
 
 
 class HeadInput(NamedTuple):
-    """Hidden states of a model's tokens and its LM head, from which logits follow."""
+    """Hidden states of a model's tokens, and its LM head."""
 
     hidden: Tensor  # (..., D)
     weight: Tensor  # (V, D)

@@ -38,7 +38,7 @@ class ExpertAdapter(NamedTuple):
 
 
 def expert_adapter(experts: Any, name: str, dtype: torch.dtype, transposed: bool) -> ExpertAdapter | None:
-    """Returns the adapter of a weight of the experts, cast to `dtype`; None without one, or while it is not in use.
+    """Returns the adapter of an experts' weight, cast to `dtype`; None without an active one.
 
     The weight of a `transposed` expert is (inputs, outputs). peft takes the experts' word for that, `is_transposed`,
     and exchanges inputs and outputs of an adapter where it is wrong.
@@ -88,7 +88,7 @@ def use_in_experts(wrapper: Any, changes: Changes) -> None:
 
 @cache
 def _passing_on(kind: Any) -> Any:
-    """Returns a subclass of peft's wrapper that leaves the product of its adapter to the experts inside."""
+    """Returns a subclass of peft's wrapper that does not apply its adapter, because the experts inside do."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not adapter_in_use(self):

@@ -85,7 +85,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def split_of(experts: Any, ranks: int, shards: int) -> tuple[Placement, Placement]:
-    """Returns how experts are split over ranks, by expert, and over `shards`, by expert or by their second dimension.
+    """Returns the split of experts: over ranks by expert, over `shards` by expert or by their second dimension.
 
     Raises ValueError if neither splits evenly.
     """
@@ -215,7 +215,7 @@ def _all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _sum_parts(x: Tensor, ranks: int, group: str) -> Tensor:
-    """Returns the sum of this rank's rows over all ranks' parts (G x T, ...), of which each is rounded once."""
+    """Sums this rank's rows over all ranks' parts (G x T, ...). Each part is rounded once."""
     sizes = [len(x) // ranks] * ranks
     parts = ops.wait_tensor(ops.all_to_all_single(x.contiguous(), sizes, sizes, group))
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -48,7 +48,7 @@ def _fit(modules: Sequence[nn.Module], choices: Choices, ranks: Ranks, changes: 
         for _, experts in experts_modules(module):
             if ranks.experts is not None:
                 changes.set_attribute(experts, "expert_group", ranks.experts)
-            if choices.stores_products:  # the backward pass repeats none: it needs no result of the second one
+            if choices.stores_products:  # backward then repeats no product: it never reads the second
                 changes.set_attribute(experts, "stores_products", True)
 
 

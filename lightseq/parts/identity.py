@@ -1,4 +1,4 @@
-"""Tests that a module still is what its class says, and ways to read and to run the code of its class alone."""
+"""Checks whether a module still runs the code of its class, and functions that read and run this code."""
 
 import dis
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -150,7 +150,7 @@ def _names(code: CodeType, only_globals: bool) -> frozenset[str]:
 
 
 def named_in(function: Any, only_globals: bool = False) -> dict[str, Any]:
-    """Returns the names that a function's code uses, with the globals of its file that have them, or None."""
+    """Maps the names in a function's code to globals of its file, or None."""
     if not isinstance(function, FunctionType):
         return {}
     return {name: function.__globals__.get(name) for name in _names(function.__code__, only_globals)}

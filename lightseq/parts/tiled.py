@@ -144,7 +144,7 @@ def _joined_biases(biases: Sequence[Tensor | None]) -> Tensor | None:
 def project(
     layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor, heads: HeadSlice | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rotated q, k and v (B, S, N, D) of a layer's input, for one slice of heads (None: for all)."""
+    """Projects a layer's input to rotated q, k and v (B, S, N, D), for one slice of heads (None: all)."""
     attention = layer.self_attn
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     normed = layer.input_layernorm(x_BSH)

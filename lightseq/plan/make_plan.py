@@ -42,7 +42,7 @@ SAME_WORK = 1e-3  # relative difference of GPU times that decides nothing
 
 
 def make_plan(run: PlannedRun) -> Plan:
-    """Plans a run: the fastest choice of the flags left to the planner that fits, or else that with the least memory.
+    """Plans a run: the fastest choice of the open flags that fits, or else the choice with the least memory.
 
     Among equally fast plans it prefers optimizer state on the GPU, then less host memory, then less GPU time, then less
     recomputation. Gathered weights are kept from the forward to the backward pass if they fit as well and that saves
@@ -75,7 +75,7 @@ def _recomputation(plan: Plan) -> tuple[int, float]:
 
 
 def _without_reshard(plan: Plan) -> Plan:
-    """Returns the plan that gathers weights only once a pass, or the given one if that does not fit or gains little."""
+    """Returns the plan that gathers weights once per step, or the given one if that does not fit or gains little."""
     if plan.run.state_on_host:
         return plan
     without = plan_as_given(plan.run.changed(reshard_after_forward=False), plan.placement)

@@ -60,7 +60,7 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
 
 
 def layer_seconds(run: PlannedRun, placement: Placement) -> float:
-    """Returns the seconds of the mean layer's compute, forward and backward, with a layer's share of the loss."""
+    """Returns the mean seconds of compute per layer, forward and backward, loss included."""
     return sum(_compute_seconds(run, placement).values()) / len(run.layers)
 
 
@@ -155,7 +155,7 @@ def _matrix_rate(run: PlannedRun) -> float:
 
 
 def _seconds_without_gradients(run: PlannedRun) -> float:
-    """Returns the seconds of a forward pass that stores nothing, such as the reference's, with its exposed gathers."""
+    """Returns the seconds of a forward pass without gradients, such as the reference's, with exposed gathers."""
     architecture, traffic = run.architecture, rates.ELEMENTWISE_TRAFFIC[run.config.compiles]
     layers, head = architecture.active * rates.FP8_TIME[run.config.fp8], architecture.head
     seconds = 2 * run.tokens * (layers + head) / _matrix_rate(run)
@@ -174,7 +174,7 @@ def _seconds_without_gradients(run: PlannedRun) -> float:
 
 
 def _divergence_seconds(run: PlannedRun) -> float:
-    """Returns the seconds in which a divergence reads and writes float32 logits, beside its matrix products."""
+    """Returns the seconds of a divergence's memory traffic of float32 logits."""
     logits = run.tokens * run.text.vocab_size * FLOAT32_BYTES
     return logits * rates.DIVERGENCE_PASSES / memory_rate(run)
 
@@ -252,7 +252,7 @@ def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
 
 
 def _experts_seconds(run: PlannedRun, experts: Experts) -> float:
-    """Returns the seconds in which ranks with the same experts gather and reduce them, which compute waits for."""
+    """Returns the exposed seconds of gathering and reducing experts among ranks with the same experts."""
     ranks = run.config.expert_ranks
     if ranks == 1:  # FSDP2 does it
         return 0.0

@@ -11,7 +11,7 @@ from lightseq.schedule.timing import FLOAT32_BYTES
 
 
 def weights_of_products(run: PlannedRun) -> float:
-    """Returns the weights that the linears of frozen layers read in a forward and backward pass, each time they do."""
+    """Counts the weights that frozen linears read in a forward and backward pass, once per read."""
     config = run.config
     again = recompute_flops(
         run.model, 1, 1, config.remat_policy, run.group_size, config.tiles_layers, attention_share=0.0

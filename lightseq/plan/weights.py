@@ -26,7 +26,7 @@ class Weights:
     stored: int = 0  # bytes of the largest shard, with what every rank holds whole
     gathered: int = 0  # on a rank while their unit runs, beside shards on the GPU ...
     fetched: int = 0  # ... and with shards in host memory
-    trained: int = 0  # elements of those that get a gradient
+    trained: int = 0  # number of trained elements
     dense: int = 0  # before sharding, of the dense copies that operators read of packed weights
 
     def __add__(self, other: "Weights") -> "Weights":

@@ -87,7 +87,7 @@ def _tree_convolution_backward(
     group_name: str,
     silu: bool,
 ) -> list[Tensor]:
-    """Returns the gradients of x, with those from other ranks, of weight and, if it is given, of bias."""
+    """Returns the gradients of x, weight and, if given, bias. Adds what other ranks contribute to x."""
     group, taps = find_group(group_name), weight_CW.shape[1]
     plan = _taps_for(group, x_BSC, taps, nodes)
     dagain = dout_BSC.index_select(1, plan.again_N)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 ROOT = -1  # parent of a node without one
-# Padding is packed as documents of one kernel tile, because a token that sees no key has no softmax.
+# Padding becomes documents of one kernel tile each, because a softmax needs at least one key.
 PADDING_TOKENS = 128
 
 
@@ -94,7 +94,7 @@ class Nodes:
         leaves it. That staircase is halved again and again: the later half of the branches sees all keys up to where
         the earlier half ends. So n branches take about log2(n) calls of a kernel, not n.
         """
-        left: list[tuple[tuple[int, int], ...]] = []  # by node: paths that lead to its own, and the end of what it sees
+        left: list[tuple[tuple[int, int], ...]] = []  # by node: paths above its own, ends of keys
         branches: dict[int, list[Branch]] = {}  # branches of each path, from the last that leaves it
         for node, head in enumerate(self._heads):
             parent = ROOT if self.parents is None else self.parents[head]

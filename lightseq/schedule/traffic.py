@@ -62,7 +62,7 @@ class _Row(NamedTuple):
 
     work: np.ndarray  # (Ulysses groups, 2): area and kernel calls, as in `StepTraffic.work`
     q: np.ndarray  # (3, entries): Ulysses group, chunk and head group of every query chunk of every tile
-    kv: np.ndarray  # the same of every key/value chunk
+    kv: np.ndarray  # the same for every key/value chunk
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ from lightseq.sequence.documents import Documents, node_tensor, nodes_of
 class BatchState:
     """State of the batch that a model computes now."""
 
-    packed: bool = False  # it holds documents
+    packed: bool = False  # the batch is packed
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,8 +84,8 @@ class LookBack:
     received_rows: Tensor  # rows received, one for each received slot
     sent_rows: Tensor  # rows of x
     rows: Tensor  # rows of x in own_rows or sent_rows, sorted
-    own_places: Tensor  # where own_rows stand in `rows`
-    sent_places: Tensor  # where sent_rows stand in `rows`
+    own_places: Tensor  # places of own_rows in `rows`
+    sent_places: Tensor  # places of sent_rows in `rows`
     sent_counts: list[int]  # by rank
     received_counts: list[int]
     communicates: bool  # the same on all ranks

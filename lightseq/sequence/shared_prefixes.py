@@ -25,7 +25,7 @@ class SharedRows:
     """Rows as one row of trees."""
 
     nodes: Nodes
-    ids: Ints  # (tokens,), those of all nodes
+    ids: Ints  # ids of all nodes, (tokens,)
     places: tuple[Ints, ...]  # for each row, the place of each of its tokens among `ids`
 
     def saves(self, share: float) -> bool:

@@ -28,7 +28,7 @@ from lightseq.kernels.attention.torch_native import (
 )
 from lightseq.schedule.table import Mask
 
-CUDNN_LENGTH = 1024  # lengths that are no multiple are taken for those of one batch
+CUDNN_LENGTH = 1024  # other lengths are treated as one batch
 
 
 @dataclass(frozen=True)

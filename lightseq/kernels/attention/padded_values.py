@@ -70,7 +70,7 @@ class _Padded:
 
 
 class _PaddedVarlen(_Padded):
-    """The same for a kernel that computes several segments in one call."""
+    """Pads values for varlen kernels."""
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, causal: bool, scale: float,

@@ -49,7 +49,7 @@ def select(name: str, spec: KernelSpec) -> Selection:
 
 
 def _make(name: str, spec: KernelSpec) -> tuple[Kernel, str | None]:
-    """Returns a kernel and why it cannot run here, if so. One that needs keys and values of one dimension is padded."""
+    """Makes a kernel, padded if it needs equal dimensions of keys and values. Returns why it cannot run, if so."""
     kernel = KERNELS[name].make(spec)
     reason = kernel.why_unavailable(spec)
     if reason != NEEDS_EQUAL_DIMS:

@@ -65,7 +65,7 @@ def measured() -> list[dict[str, Any]]:
 
 
 def _key_names(tuner: Any) -> list[str]:
-    """Returns the names of a tuning key's leading values, without what the tuner itself or a heuristic inside sets."""
+    """Returns the names of a tuning key's leading values, without those set by the tuner or its heuristics."""
     inside = {*tuner.configs[0].kwargs, *getattr(tuner.fn, "values", ())}
     return [name for name in tuner.keys if name not in inside]
 
