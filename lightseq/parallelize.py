@@ -53,7 +53,7 @@ class FsdpPolicy:
 class Unit:
     """Modules whose parameters are gathered, freed and reduced together."""
 
-    # Neighbouring layers, the embeddings or the head, all that is left, or experts inside layers that the mesh splits.
+    # group of layers, embeddings, head, root (all the rest), or experts that the mesh splits
     kind: Literal["layers", "end", "root", "experts"]
     modules: tuple[nn.Module, ...]  # in the order in which they run
     mesh: DeviceMesh  # over which the parameters are sharded

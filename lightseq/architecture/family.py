@@ -25,7 +25,7 @@ WITH_ORIGINAL_LENGTH: Final = (
     "yarn",
     "longrope",
 )  # types that store the original length beside the extended one
-MODEL_CONFIGS: Final = ("config.json", "adapter_config.json")  # a model's, and peft's for an adapter
+MODEL_CONFIGS: Final = ("config.json", "adapter_config.json")  # of models, and of peft's adapters
 FACTORS: Final = ("short_factor", "long_factor")  # keys of longrope, with one factor per frequency
 # Keys of rope_parameters that belong to a type of scaling. Others, such as the axes of images, stay with the model.
 OF_SCALING: Final = (
@@ -273,7 +273,7 @@ def _scaled_rope(
             raise ValueError(f"--rope_scaling {dict(scaling)}: {key} is {scaling[key]!r}; give a number")
     if rope["rope_type"] != "default" and rope.get("factor", 0) < 1:
         raise ValueError(f"--rope_scaling {dict(scaling)}: factor is {rope.get('factor')}; give a number of at least 1")
-    if rope["rope_type"] in WITH_ORIGINAL_LENGTH or "llama_4_scaling_beta" in rope:  # Ministral 3 scales queries by it
+    if rope["rope_type"] in WITH_ORIGINAL_LENGTH or "llama_4_scaling_beta" in rope:  # Ministral 3
         rope.setdefault("original_max_position_embeddings", unscaled)
     return rope
 
@@ -289,7 +289,7 @@ def _read_config(source: Path | str) -> PreTrainedConfig:
     try:
         # Without trust_remote_code=False, transformers may prompt.
         config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path), trust_remote_code=False)
-        type(config).from_dict(config.to_dict())  # apply_rope does this later
+        type(config).from_dict(config.to_dict())  # apply_rope handles RoPE settings later
     except Exception as error:  # the config's class may raise anything
         reason = " ".join(str(error).split())
         raise ValueError(

@@ -326,7 +326,7 @@ def _check_dropout(model: PreTrainedModel) -> None:
         for key, rate in text_config(model.config).to_dict().items()
         if "drop" in key and isinstance(rate, float) and rate and not key.startswith(OTHER_HEADS)
     }
-    if rates:  # a recomputation would drop other elements
+    if rates:  # a recomputed layer would drop other elements
         raise ValueError(
             f"{type(model).__name__} has dropout ({', '.join(f'{k} {v}' for k, v in rates.items())}); "
             f"{_dropout_remedy(*rates)}"

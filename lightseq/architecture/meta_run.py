@@ -29,7 +29,7 @@ from lightseq.schedule.reach import sliding
 PROBE: Final = f"{IMPLEMENTATION}_probe"  # in transformers' registry of attention functions
 TOKENS: Final = 4
 RANDOM: Final = ("rand", "uniform", "bernoulli", "exponential", "multinomial", "normal_", "dropout")  # operators
-NOT_COMPARED: Final = ("hidden_states", "attention_mask")  # among layers; attention takes no mask
+NOT_COMPARED: Final = ("hidden_states", "attention_mask")  # may differ between layers
 
 
 @dataclass
@@ -202,7 +202,7 @@ class _Products(TorchDispatchMode):
 def _run(model: nn.Module, tokens: int, **keywords: Any) -> None:
     for rope in model.modules():
         kinds: Any = getattr(rope, "rope_type", None)
-        if hasattr(rope, "inv_freq") or isinstance(kinds, dict):  # other types read positions, which have no values
+        if hasattr(rope, "inv_freq") or isinstance(kinds, dict):  # other types read positions' values
             rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     vocabulary = text_config(model.config).vocab_size  # type: ignore[arg-type]

@@ -97,7 +97,7 @@ class Merge(Accumulator):
 
         if self._in_final_dtype:
             launches.copy((Merge, addresses(self._totals), reduction.key, tuple(parts)), pairs)
-        else:  # into float32
+        else:  # other parts are added in float32
             for total, part in pairs():
                 total.copy_(part)
 

@@ -40,7 +40,7 @@ class AttentionConfig:
     keep_gathered: bool = True
     # How scans of recurrent layers span the ranks: auto, chain or heads.
     recurrent_schedule: str = "auto"
-    carries_states: bool = False  # some layers carry a state through the sequence, and take no scattered tokens
+    carries_states: bool = False  # some layers carry a state through the sequence, so tokens must not be scattered
     # Layers pass slices of their heads in turn (`tile_layers`), so a schedule needs fewer head groups.
     layers_slice_heads: bool = False
 

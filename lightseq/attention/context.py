@@ -221,7 +221,7 @@ def kernel_spec(
 
 def schedule_request(config: AttentionConfig, world: int, shape: AttentionShape, transport: str) -> ScheduleRequest:
     """Returns what a schedule is chosen for. `transport` is a name without suffixes."""
-    takes_all = config.recurrent_schedule == HEADS and config.schedule != AUTO  # exchanged heads, a layout asked for
+    takes_all = config.recurrent_schedule == HEADS and config.schedule != AUTO  # heads travel, and the user set the layout
     return ScheduleRequest(
         world=world,
         shape=shape,

@@ -169,7 +169,7 @@ def _forward(
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Adds the sinks to the denominators of finished softmaxes."""
     whole = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
-    share = torch.exp(lse - whole).transpose(1, 2).unsqueeze(-1)  # (B, S, H, 1) of the keys
+    share = torch.exp(lse - whole).transpose(1, 2).unsqueeze(-1)  # (B, S, H, 1): share of the keys
     return (out * share).to(out.dtype), whole
 
 

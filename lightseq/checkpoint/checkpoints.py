@@ -29,9 +29,9 @@ EVAL_LOSS, DATA_POSITION = "eval_loss", "data"  # keys of trainer_state.json
 # Suffixes of directories that are not valid checkpoints. OTHER: not written by a run.
 PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
 NAME = re.compile(r"checkpoint-\d+")
-WAIT_SECONDS = 0.5  # between looks at a directory
-VISIBLE_SECONDS = 60.0  # a network file system may show files of another host so late
-# With a number if the name was taken.
+WAIT_SECONDS = 0.5  # interval between listings of a directory
+VISIBLE_SECONDS = 60.0  # delay until a network file system shows another host's files
+# Matches a number at the end, too, which set_aside adds if the name is taken.
 LEFTOVER = re.compile(rf"({NAME.pattern})(\.(?:partial|deleted|broken|other))(-\d+)?")
 
 

@@ -14,7 +14,7 @@ from lightseq.utils.files import open_regular, parse_json, read_text
 MANIFEST, VERSION = "manifest.json", 1
 STATE, TRAINER_STATE = "state", "trainer_state.json"
 CARD = "README.md"  # users may edit the model card
-LOADED = ("config.json", "adapter_config.json")  # beside weights and state
+LOADED = ("config.json", "adapter_config.json")  # files that are loaded, besides weights and state
 READERS = 4  # files that a rank reads in parallel
 
 

@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
 
     sends: Sequence[Send]
     receives: Sequence[Receive]
-    # Called with the received tensors, in the order of `receives`; it may run on another stream, beside the caller's
+    # Called with the received tensors, in the order of `receives`. It may run on another stream, beside the caller's
     # next work.
     on_received: Callable[[list[Tensor]], None] | None = None
     outboxes_written: bool = True  # some rank has written to its outbox since the last exchange

@@ -25,7 +25,7 @@ from lightseq.distributed.rank_launcher import add_launcher_flags, parse_launche
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
 REQUIRED_BY_TOOLS: Final = ("model_name_or_path",)
-CLOSE: Final = 0.8  # a typo or two; words that only share letters lie below
+CLOSE: Final = 0.8  # similarity of a word with one or two typos
 
 
 def parse(argv: Sequence[str], program: str, required: Sequence[str] = REQUIRED) -> TrainConfig:

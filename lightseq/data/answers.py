@@ -30,8 +30,8 @@ OTHER_PROMPT: Final = (
 )
 LOST_TURN: Final = "the chat template leaves out text of a turn that is no answer"
 MAX_SHOWN: Final = 60  # characters of a text in an error
-PROBE: Final = "lightseq"  # a content that shows what a template writes around it
-MAX_SHARED: Final = 64  # characters at the end of a generation prompt that may be the beginning of an answer
+PROBE: Final = "lightseq"  # content whose surroundings show what a template writes
+MAX_SHARED: Final = 64  # most characters of a generation prompt that may begin the answer
 
 
 @dataclass
@@ -196,7 +196,7 @@ class _Renderer:
         return RenderedChat(text, learnt)
 
     def _join_spans(self, answers: list[int], text: str, spans: list[Span]) -> list[Span]:
-        """Joins each span that directly follows another one, and holds no next answer, to the one before it."""
+        """Joins a span to the span directly before it, unless it holds another answer."""
         joined: list[Span] = []
         for start, end in spans:
             following = len(joined) < len(answers) and self._holds(answers[len(joined)], text, start, end)

@@ -24,7 +24,7 @@ from lightseq.sequence.documents import RowPlaces
 MAX_BUCKETS: Final = 8
 PADDING_WARNING_SHARE: Final = 1 / 3  # share of all positions
 FINGERPRINT_EXAMPLES = 16  # number of examples that are hashed to recognize the data
-# Values that a resumed run must share with its checkpoint, and how errors name them.
+# Values that must not change on resume, and their names in errors.
 MUST_MATCH = {"length": "with --model_max_length {}", "seed": "with --seed {}", "examples": "on {:,} examples"}
 
 
@@ -37,7 +37,7 @@ class Batch:
     valid_tokens: int  # labels that are not IGNORE_INDEX
     sizes: tuple[int, ...]  # tokens of each row, without padding
     boundaries: tuple[int, ...] | None = None  # start of each packed document, and the last end (batch of one)
-    parents: tuple[int, ...] | None = None  # documents that begin alike became nodes of trees (`schedule.nodes`)
+    parents: tuple[int, ...] | None = None  # parents of nodes, if documents became trees (`schedule.nodes`)
     rows: RowPlaces | None = None  # places of rows in trees
 
     @property

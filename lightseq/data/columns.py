@@ -133,7 +133,7 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
         f"is no mask of targets here; these are: {', '.join(MASK_COLUMNS)}",
     ),
 }
-# A class or a quality score beside a text changes nothing; beside an answer it may say that the answer is bad.
+# A class or score is harmless beside a text. Beside an answer, it may mean that the answer is bad.
 HARMLESS_BESIDE_TEXT: Final = frozenset({"label", "score", "int_score", "perplexity"})
 
 # Roles of turns, in lower case, as chat templates call them.

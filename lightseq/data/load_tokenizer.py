@@ -17,7 +17,7 @@ from lightseq.utils.formatting import first_line
 
 GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
 TOKENIZER_BYTES: Final = 512 << 20
-BYTE_TOKENIZER_BYTES: Final = 2**16  # most bytes of tokenizer.json of the tokenizer of bytes
+BYTE_TOKENIZER_BYTES: Final = 2**16  # largest tokenizer.json that may belong to the byte tokenizer
 FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # that transformers may open
 OBJECTS: Final = (
     "tokenizer.json",
@@ -121,7 +121,7 @@ def readable_tokenizer(name: str) -> Iterator[None]:
         if directory.is_dir():
             check_tokenizer(directory)
         yield
-    except BaseException as error:  # tokenizers raises Exception, or for a panic a BaseException of its own
+    except BaseException as error:  # tokenizers raises Exception, and after a panic its own BaseException
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "

@@ -53,7 +53,7 @@ def _weighted(part: str, text: str, flag: str) -> WeightedPath:
             raise ValueError(f"{flag} {text} has an empty path; separate paths by single commas")
         return WeightedPath(part)
     if not os.path.exists(path) and not path.startswith(HUB_PREFIX):
-        return WeightedPath(part)  # reported as a path that does not exist
+        return WeightedPath(part)  # reported later: the path does not exist
     try:
         share = float(weight)
     except ValueError:

@@ -13,7 +13,7 @@ from lightseq.data.token_directory import IntArray
 from lightseq.schedule.nodes import Ints
 from lightseq.sequence.shared_prefixes import common_tokens
 
-BLOCK: Final = 64  # tokens; rows are brought together by the whole blocks that they have in common
+BLOCK: Final = 64  # tokens per block; rows are grouped by whole blocks in common
 DIGEST: Final = 8  # bytes for each block
 
 
@@ -46,7 +46,7 @@ def rows_that_begin_alike(windows: Examples, together: int, length: int) -> Unit
     """
     keys = [_key(windows[row * together].input_ids) for row in range(len(windows) // together)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    alone, added = list[int](), list[int]()  # tokens of a row as a tree of its own, and beside the row before it
+    alone, added = list[int](), list[int]()  # tokens of a row alone, and tokens that it adds to the row before
     last = np.zeros(0, np.int64)
     for row in order:
         documents = [windows[i].input_ids for i in range(row * together, (row + 1) * together)]

@@ -13,7 +13,7 @@ from lightseq.sequence.documents import RowPlaces
 from lightseq.sequence.shared_prefixes import LEAST_SAVED, share_prefixes
 from lightseq.utils.tensors import IGNORE_INDEX
 
-LENGTHS = 8  # lengths of batches, because trees leave different parts of a sequence empty
+LENGTHS = 8  # number of batch lengths; trees leave different parts of a sequence empty
 
 
 def least_saved_share(config: TrainConfig) -> float | None:

@@ -45,7 +45,7 @@ class ReadOptions:
     limits_documents: bool = False  # applies the limit to documents of tokenized data, which is refused otherwise
     refused_ids: Mapping[int, str] = field(default_factory=dict)  # token ids of images or audio, and their names
     pairs: bool = False  # rows hold a chosen and a rejected answer; others are refused
-    shares_prefixes: bool = False  # rows are packed by what is left when documents that begin alike are trees
+    shares_prefixes: bool = False  # rows are packed by their tokens in trees
 
 
 def holds_rows(source: str | Path) -> bool:

@@ -22,11 +22,11 @@ from lightseq.data.token_directory import IntArray
 
 TextPart = tuple[str, bool]  # text, and whether it is a target
 TargetMask = NDArray[np.bool_]
-# Words, numbers, whitespace, code, and scripts that tokenizers split in different ways.
+# Texts for the fingerprint: words, numbers, whitespace, code and scripts that tokenizers split differently.
 SAMPLE_TEXTS: Final = (
     "Hello, world! It's 1,234,567.89 o'clock -- don't\t\n\n  def f(x):\n    return x**2  # naïve café "
     "Привет, мир. 你好，世界。 こんにちは 안녕하세요 مرحبا नमस्ते 😀👍🏽 <s>[INST]</s> ÀÉÎõü ﬁ ½ \u00a0\u200b\r\nEND",
-    # What normalizers change: letters with combining marks, wide and joined forms, case, spaces, quotes and dashes.
+    # Characters that normalizers change: combining marks, wide and joined forms, case, spaces, quotes and dashes.
     "  e\u0301 A\u030a ﬀ ｆｕｌｌ ① ™ Ω Å ẞ İ ſ ÄÖ Café CAFÉ “quoted” ‘it’s’ – — … ",
     "_under_ ▁ Ġ `` '' \u3000\u2003\x00\x7f\ufeff  ",
     "\n\n  tabs\t\tand    spaces   ", "가", "ΐ ά",

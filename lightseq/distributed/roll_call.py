@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-KEPT_CALLS = 32  # more than a host runs ahead of another
+KEPT_CALLS = 32  # exceeds the calls that one host runs ahead of another
 ASK_SECONDS, WARN_SECONDS = 2.0, 10.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.05
 REMEDY = (

@@ -117,7 +117,7 @@ class Checks:
             announce_pass(context, (local.shape[0], local.shape[1] * context.layout.world), model.training)
             state.announced = False
             find_gradient_factor(model, context, facts, kwargs.get("num_items_in_batch"))
-        if facts is not None and facts.shape == (4,):  # wrappers that split a batch change the shape
+        if facts is not None and facts.shape == (4,):  # wrappers that split the batch have changed the shape
             compare_batches(context, facts, kwargs.get("labels"), kwargs.get("num_items_in_batch"))
             if documents is not None:
                 begin_comparing_documents(context, documents)
@@ -156,7 +156,7 @@ class Checks:
             else next(x for name in ("input_ids", "inputs_embeds") if (x := kwargs.get(name)) is not None)
         )
         if ids.shape[1] * self._context.layout.world <= self._positions:
-            return  # no position can be beyond it; reading them would make the host wait
+            return  # all positions fit: skip reading them, which makes the host wait
         given = kwargs.get("position_ids")
         last = torch.tensor(ids.shape[1] - 1, device=ids.device) if given is None else given.max()
         dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self._context.group)

@@ -195,7 +195,7 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
         changes.replace_forward(rope, partial(_rope_forward, context))
     # First, because it finds mixers by their classes, which `fit` replaces.
     install_checks(model, record, length_dependent_rope=bool(ropes))
-    install_router_replay(decoder_layers(inner) or (), changes)  # None where a class names its layers otherwise
+    install_router_replay(decoder_layers(inner) or (), changes)  # None if the class has unknown names for its layers
     fit([text_decoder(inner)], Choices(reaches=reaches_of_masks(inner)), Ranks(sequence=context), changes)
 
 

@@ -290,7 +290,7 @@ def check_right_padding(
         masked_labels = ((there == 0) & (labels != IGNORE_INDEX)).sum()
     if shift_labels is not None and shift_labels.shape == there.shape:
         masked_labels = (without_masked(shift_labels, there) != shift_labels).sum()
-    # Together, because the host waits for a device.
+    # One transfer for all checks, because the host waits for the device.
     numbered = (attention_mask != there).any()
     facts = torch.stack([empty.int(), rises.int(), masked_labels.int(), numbered.int()])
     empty_row, not_right, masked, numbers_documents = facts.tolist()

@@ -28,7 +28,7 @@ from lightseq.integrations.split_model import split_model_of
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.sequence.shared_prefixes import LEAST_SAVED
 
-# What GRPO's `_generate` returns.
+# Names of the values that GRPO's `_generate` returns.
 ROLLOUT: Final = (
     *("prompt_ids", "completion_ids", "tool_mask", "completions", "logprobs", "extra_fields", "images", "tool_images"),
 )

@@ -41,7 +41,7 @@ class SplitInputs:
     options: dict[str, Any]
     labels: Tensor | None  # this rank's, shifted
     divisor: Tensor | None  # the number of valid tokens, which divides the loss
-    shifted_here: bool  # from labels, as TRL does; per-token values then end one token earlier
+    shifted_here: bool  # we shift labels, as TRL does; per-token values then end one token earlier
     length: int  # tokens of the batch or of its packed row, before padding
     has_router_loss: bool
     packed: PackedRows | None  # the batch was packed into one row

@@ -9,7 +9,7 @@ import numpy as np
 from lightseq.schedule.nodes import ROOT, Nodes
 
 QUERY_EDGES, KEY_EDGES, KEYS = "tree_cu_seqlens_q", "tree_cu_seqlens_k", "tree_kv_index"
-# Arguments that TRL's attention gets for a trie, and the positions, which are depths in it.
+# Arguments of TRL's attention for a trie, and positions, which are depths.
 TREE_ARGUMENTS: Final = (QUERY_EDGES, KEY_EDGES, KEYS, "tree_max_seqlen_q", "tree_max_seqlen_k")
 
 

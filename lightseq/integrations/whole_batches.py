@@ -136,7 +136,7 @@ class WholeBatches(SplitModel):
             return (), inputs
         if inputs.get("fused_lm_head"):
             check_trl_reads_all(self.model, self._configured_logit_transform)
-            share_router_loss(vars(modeling_mixtral))  # whose function TRL's fused head calls
+            share_router_loss(vars(modeling_mixtral))  # TRL's fused head calls Mixtral's function
             asked = trl_head_of(self.model)
             head = (
                 self._pass_head(local.labels, asked.temperature)

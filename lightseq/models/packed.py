@@ -112,7 +112,7 @@ class PackedWeight(Tensor):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """Returns the bytes to gather, equally many on every rank.
 
-        One rank alone has all, and gathers none, or the codes if FSDP2 has to free them: it takes one tensor then.
+        A single rank gathers nothing. If FSDP2 must free the gathered memory, it gathers only the codes.
         """
         if mesh.size() == 1:
             return (self.raw.codes if self.from_host else self.raw.codes[:0],), (self.raw, False)
@@ -219,7 +219,7 @@ def _empty_like(x: PackedWeight, **given: Any) -> PackedWeight | None:
 def _new_zeros(x: PackedWeight, size: Sequence[int], **given: Any) -> Tensor:
     if len(size) < 2 or tuple(size[1:]) != x.whole[1:] or given.get("dtype") not in (None, x.dtype):
         return _new_empty(x, size, **given).zero_()
-    # FSDP2 pads shards so. It copies nothing to a rank without rows, which needs the scales of the matrix, too.
+    # FSDP2's way of padding shards. A rank without rows gets no copy, but still needs the matrix's scales.
     return x.like(x.raw.zeros(size[0] * x.row_elements), shape=size, first_row=None, transposed=False)
 
 

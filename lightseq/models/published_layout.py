@@ -76,7 +76,7 @@ class PublishedLayout:
 
     renamed: Mapping[str, str]  # tensors stored without conversion: name in the files
     converted: Mapping[str, Conversion]
-    tied_head: str | None  # name in the files of the head's weight, if the model has its embeddings in its place
+    tied_head: str | None  # name in the files of a head's weight that the model ties to its embeddings
     untouched: tuple[str, ...]  # names in the files of tensors that the model lacks, such as an image encoder's
 
     def shapes_in_files(self, shape_of: Callable[[str], Sequence[int]]) -> Shapes:

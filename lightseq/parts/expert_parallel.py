@@ -174,7 +174,7 @@ def _reduce_weight(gradient: Tensor, dtype: torch.dtype, dim: int, ranks: int, g
     return ops.wait_tensor(ops.reduce_scatter_tensor(parts.contiguous(), "sum", ranks, group)).to(dtype)  # type: ignore[no-any-return]
 
 
-# An operator of its own, so that no compiler joins the gathers of two passes and keeps the weights in between.
+# A custom operator, so that compilers do not merge two passes' gathers and keep the weights in between.
 @torch.library.custom_op("lightseq::product_of_shards", mutates_args=())
 def _product_of_shards(
     x_RI: Tensor, shard: Tensor, ends_E: Tensor, transposed: bool, dim: int, ranks: int, group: str

@@ -174,7 +174,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _copy_to_rows(x: Tensor, order_R: Tensor, ends_E: Tensor, partial: bool) -> Tensor:
-    # A compiler fuses the indexing with the operations around it, but would copy rows that nobody reads.
+    # A compiler would fuse the indexing, but also copy rows that nobody reads.
     return copy_to_rows(x, order_R, ends_E) if partial else x[order_R // (len(order_R) // len(x))]
 
 

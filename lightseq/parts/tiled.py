@@ -96,7 +96,7 @@ def _check_layer(layer: Any) -> None:
 class HeadSlice(NamedTuple):
     """Weights around the attention of some key/value heads and their query heads, for use without gradients."""
 
-    projection: LinearWeights  # to q, k and v side by side
+    projection: LinearWeights  # joint projection to q, k and v
     bias: Tensor | None
     columns: list[int]  # columns of q, k and v
     output: LinearWeights

@@ -148,7 +148,7 @@ def _pass_of(nodes: Sequence[fx.Node], returned: Sequence[fx.Node], fuses: bool,
     whole = _materialized_nodes(nodes, returned)
     found = Pass(compiled=fuses, kernels=[], inputs={}, outputs=[])
     sources: dict[fx.Node, list[Value]] = {}  # values that a kernel reads for each input node
-    reducing = set[fx.Node]()  # fused nodes with a reduction among what they compute
+    reducing = set[fx.Node]()  # fused nodes that contain a reduction
     here = set(nodes)
     for node in nodes:
         if _is_view(node):

@@ -38,7 +38,7 @@ STATE_STEPS = 8  # steps in the number of layers with state on the GPU that `--o
 FRUGAL_GROUP = 4  # layers per checkpoint where memory is short
 MIN_RESHARD_GAIN = 1e-3  # share of the GPU's time that keeping gathered weights has to save
 SAME_SPEED = 1e-2  # relative difference of step times that the planner cannot resolve
-SAME_WORK = 1e-3  # relative difference of GPU times that decides nothing
+SAME_WORK = 1e-3  # relative difference of GPU times that counts as equal
 
 
 def make_plan(run: PlannedRun) -> Plan:
@@ -163,7 +163,7 @@ def _offloads(config: TrainConfig, policy: str, group: int, values: Sequence[str
     if config.offload != "auto":
         return [config.offload]
     if policy == "attention" and group == 1:
-        return ["auto"]  # its placements include all that the other values give
+        return ["auto"]  # its placements include those of all other values
     one_by_one = policy != "full" and group == 1
     return [value for value in values if value != "auto" or one_by_one]
 

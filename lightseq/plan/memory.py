@@ -164,7 +164,7 @@ class _Step:
                 working += saves("attention") - saves("full")
             was_offloaded = action in OFFLOADED if run.group_size == 1 else self.offloads
             if name == ATTENTION and was_offloaded and run.config.remat_policy in STORES_MLP:
-                # What was fetched lives until the layer's end.
+                # Fetched activations live until the layer's end.
                 working += saves(run.config.remat_policy) - saves("attention")
             when = f"backward of layer {group * run.group_size}, {name}"
             yield self._snapshot(when, saved=saved, working=working + rerun, gradients=gradients)

@@ -254,7 +254,7 @@ def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
 def _experts_seconds(run: PlannedRun, experts: Experts) -> float:
     """Returns the exposed seconds of gathering and reducing experts among ranks with the same experts."""
     ranks = run.config.expert_ranks
-    if ranks == 1:  # FSDP2 does it
+    if ranks == 1:  # FSDP2 gathers and reduces these experts
         return 0.0
     same = run.hardware.gpus // ranks
     gathers = 1 + run.gathers_experts_again

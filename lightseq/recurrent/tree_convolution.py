@@ -28,8 +28,8 @@ class TreeTaps:
 
     fragments: int
     inside_S: Tensor  # tokens of its piece before each token, int32
-    again_N: Tensor  # local tokens that are computed again
-    paths: LookBack  # the tokens of their taps, themselves included
+    again_N: Tensor  # local tokens that are recomputed with the taps of their path
+    paths: LookBack  # places of the taps' tokens
 
 
 def _taps_for(group: SequenceGroup, x: Tensor, taps: int, nodes: Tensor) -> TreeTaps:

@@ -95,7 +95,7 @@ def with_softcap(kernel: Kernel, softcap: float | None) -> Kernel:
 def why_unsupported(name: str, spec: KernelSpec) -> str | None:
     """Returns why this hardware cannot run the named kernel, or None if it can. Ignores what is installed."""
     kernel = KERNELS[name].make(spec)
-    check = getattr(kernel, "why_unsupported", kernel.why_unavailable)  # the latter needs no optional library
+    check = getattr(kernel, "why_unsupported", kernel.why_unavailable)  # a hardware check imports nothing
     reason: str | None = check(spec)
     return reason if reason != NEEDS_EQUAL_DIMS else check(replace(spec, head_dim=spec.widest, value_dim=spec.widest))
 

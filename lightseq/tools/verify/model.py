@@ -211,7 +211,7 @@ def _compare(step: Step, plain: PreTrainedModel, documents: Sequence[Document], 
 
 
 def _loss_tolerance(own: Step, want: Step) -> float:
-    """Returns twice the plain loss's error plus STANDARD_ERRORS, since errors of tokens may cancel by chance."""
+    """Returns twice the plain loss's error, plus STANDARD_ERRORS because errors of tokens may cancel by chance."""
     assert own.token_losses is not None and want.token_losses is not None
     spread = float((own.token_losses - want.token_losses).square().mean().sqrt())
     return 2 * (abs(own.loss - want.loss) + STANDARD_ERRORS * spread / math.sqrt(len(want.token_losses)))
