@@ -12,16 +12,14 @@ from lightseq.data.columns import (
     BESIDE,
     CHAT,
     CHAT_COLUMNS,
-        HARMLESS,
+    HARMLESS,
     IDS,
     PAIR,
     PREFERENCE,
     PREFERENCE_COLUMNS,
     PROMPT_COLUMNS,
-    
     TARGET_KEYS,
     TEXT,
-    
 )
 
 PAGE = Path(__file__).with_name("data.md")
@@ -33,14 +31,17 @@ KINDS = (
 CHAT_KINDS = "chats of OpenAI and ChatML (turns with `role` and `content`) and of ShareGPT (`from` and `value`)"
 PAIR_KINDS = "prompts and answers, as text or turns: Alpaca, Dolly, TRL's prompt and completion"
 
+
 def code(names: Iterable[str], join: str = ", ") -> str:
     """Returns names as code, separated by commas."""
     return join.join(f"`{name}`" for name in names)
+
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Returns a table in Markdown."""
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
     return "\n".join(lines) + "\n"
+
 
 def by_meaning(columns: Mapping[str, str]) -> list[tuple[str, str]]:
     """Returns the columns of each meaning, and the meaning."""
@@ -48,6 +49,7 @@ def by_meaning(columns: Mapping[str, str]) -> list[tuple[str, str]]:
     for name, meaning in columns.items():
         found[meaning].append(name)
     return [(code(names), meaning) for meaning, names in found.items()]
+
 
 def tables() -> str:
     """Returns the tables."""
@@ -70,9 +72,9 @@ def tables() -> str:
                 for names, meaning in by_meaning(_own(format_name))
             ],
         ),
-                textwrap.fill(
+        textwrap.fill(
             f"In a turn, 0 or false under one of {code(TARGET_KEYS)} means that the answer is no target. "
-            f"`lightseq/data/columns.py` lists the names of roles, and {len(HARMLESS)} columns that are ignored because "
+            f"`lightseq/data/columns.py` lists the names of roles, and {len(HARMLESS)} columns that are ignored, because "
             "they only describe a row. Columns of images, sound and weights of targets are refused.",
             120,
         )
@@ -80,15 +82,18 @@ def tables() -> str:
     ]
     return "\n".join(parts)
 
+
 def _own(format_name: str) -> Mapping[str, str]:
     """Returns the columns beside a format that are not listed with the chats already."""
     shared = BESIDE[CHAT] if format_name in (PAIR, PREFERENCE) else {}
     return {name: meaning for name, meaning in BESIDE[format_name].items() if name not in shared}
 
+
 def page(text: str) -> str:
     """Returns the page with the tables made again."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + tables() + END + rest.split(END)[1]
+
 
 if __name__ == "__main__":
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -241,7 +241,7 @@ def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _needed_factor(config: PreTrainedConfig, length: int) -> str:
-    """Returns advice: the length that a factor multiplies, and the factor that covers `length`, rounded up."""
+    """Returns advice on --rope_scaling: the length that a factor multiplies, and the smallest factor for `length`."""
     rope = _rope_parameters(config)
     start = rope.get("original_max_position_embeddings", text_config(config).max_position_embeddings)
     factor = f"{math.ceil(100 * length / start) / 100:g}"

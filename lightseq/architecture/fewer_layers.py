@@ -53,7 +53,7 @@ def with_layers_at(config: PreTrainedConfig, places: Sequence[int]) -> PreTraine
 
 
 def _keep_sparse_layers(text: Any, kept: Sequence[int]) -> None:
-    """Replaces the distance between layers of experts by a list of the others."""
+    """Replaces the step between layers of experts by a list of the dense layers."""
     if (step := getattr(text, "decoder_sparse_step", None)) and hasattr(text, "mlp_only_layers"):
         dense = [place for place in kept if (place + 1) % step]
         text.mlp_only_layers = sorted({*dense, *(text.mlp_only_layers or ())})

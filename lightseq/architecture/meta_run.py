@@ -58,7 +58,7 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
     """Runs a model on the meta device once without its head, in bfloat16.
 
     torch's grouped products take no other dtype there. Composites may have a forward of their own that nobody calls.
-    Raises ValueError if attention would not be what a kernel computes, or runs outside the layers.
+    Raises ValueError for attention that no kernel computes, or outside the layers.
     """
     model.to(torch.bfloat16)
     observer = _Observer(type(model).__name__, layers)
@@ -68,7 +68,7 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
 
 
 class _Observer:
-    """Hooks of one forward pass on the meta device, and what they saw."""
+    """Hooks of one forward pass on the meta device, and their records."""
 
     def __init__(self, model_name: str, layers: nn.ModuleList) -> None:
         self.documents = object()  # passed to the model in place of packed documents

@@ -66,7 +66,7 @@ class AttentionConfig:
     def from_flags(
         cls, flags: "TrainConfig", device: torch.device, gpus_per_host: int | None = None
     ) -> "AttentionConfig":
-        """Returns the options that the flags of a run ask for, apart from what the model's layers need."""
+        """Returns the options from the flags of a run, without the requirements of the model's layers."""
         return cls(
             schedule=flags.schedule,
             kernel=flags.kernel_name,

@@ -204,7 +204,7 @@ def _smallest(group: dist.ProcessGroup, size: int) -> int:
 def kernel_spec(
     config: AttentionConfig, head_dim: int, capability: tuple[int, int], value_dim: int | None = None
 ) -> KernelSpec:
-    """Returns what a kernel has to support, on a device of this CUDA compute capability."""
+    """Returns the requirements of a kernel, on a device of this CUDA compute capability."""
     assert config.device is not None and config.dtype is not None, "the caller sets both"
     return KernelSpec(
         config.device.type,
@@ -220,8 +220,8 @@ def kernel_spec(
 
 
 def schedule_request(config: AttentionConfig, world: int, shape: AttentionShape, transport: str) -> ScheduleRequest:
-    """Returns what a schedule is chosen for. `transport` is a name without suffixes."""
-    takes_all = config.recurrent_schedule == HEADS and config.schedule != AUTO  # heads travel, and the user set the layout
+    """Returns the conditions for choosing a schedule. `transport` is a name without suffixes."""
+    takes_all = config.recurrent_schedule == HEADS and config.schedule != AUTO  # and a layout is set
     return ScheduleRequest(
         world=world,
         shape=shape,

@@ -310,7 +310,7 @@ def program_and_launches(spec: PassSpec, transport: Transport, outbox: Outbox) -
 
 
 def _cached_specs(make: Callable[..., PassSpec]) -> Callable[..., PassSpec]:
-    """Caches specs, which all layers share; only a few of packed sequences, since each has its own table."""
+    """Caches the specs that all layers share, but few of packed sequences, because their tables do not repeat."""
     whole, packed = lru_cache(MAX_PROGRAMS)(make), lru_cache(MAX_PACKED_TABLES)(make)
     return wraps(make)(lambda schedule, *more: (whole if schedule.nodes is None else packed)(schedule, *more))
 

@@ -1,4 +1,4 @@
-"""Objectives of training by the names of --objective: their flags, and what they mean for others."""
+"""Objectives of training by their names in --objective, with their flags and their effects on other flags."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

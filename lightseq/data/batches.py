@@ -190,7 +190,7 @@ class BatchStream:
         return stream, (*notes, f"resumed with another number of sequences per step: {continues}")
 
     def consumed_samples(self, steps: int) -> int:
-        """Returns the samples read after `steps` steps of the run, those before a resume included."""
+        """Returns the samples read after `steps` steps of the run, including samples before a resume."""
         return self.first_sample + (steps - self.first_step) * self.sequences_per_step
 
     def epochs_after(self, steps: int) -> float:

@@ -13,7 +13,7 @@ Span = tuple[int, int]  # first character, and the end
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """Inputs of a chat template beside the turns."""
+    """Inputs of a chat template, without the turns."""
 
     tools: list[dict[str, Any]] | None = None  # JSON schemas
     documents: list[dict[str, Any]] | None = None

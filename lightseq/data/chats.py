@@ -157,7 +157,7 @@ def _system_turns(row: Row, turns: Sequence[tuple[Turn, bool]], where: str) -> l
 def read_turns(value: Any, column: str, where: str, learns: bool = True) -> list[tuple[Turn, bool]]:
     """Returns a chat's turns, each with whether it may be a target. Raises ValueError if the column holds no turns.
 
-    `learns` False: none of them is a target.
+    `learns` False: no turn is a target.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _json_or(value, value)

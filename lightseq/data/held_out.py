@@ -61,7 +61,7 @@ def documents_of_a_row(examples: Rows | SelectedExamples) -> int:
 def hold_out(
     examples: Examples, fraction: float, seed: int, path: str | Path
 ) -> tuple[SelectedExamples, SelectedExamples]:
-    """Splits the rows of `path` into those to train on and those to evaluate on, which `seed` draws.
+    """Splits the rows of `path` into training rows and evaluation rows. `seed` draws the latter.
 
     The latter are `fraction` of the rows, rounded up. Raises ValueError if no row is left to train on.
     """

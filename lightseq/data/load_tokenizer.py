@@ -115,7 +115,7 @@ def has_tokenizer(name: str) -> bool:
 
 @contextmanager
 def readable_tokenizer(name: str) -> Iterator[None]:
-    """Checks the files of a local tokenizer. Raises ValueError for them, and for whatever the block's parsers raise."""
+    """Checks the files of a local tokenizer. Turns all errors, also those of the block's parsers, into ValueError."""
     directory = Path(name)
     try:
         if directory.is_dir():
@@ -132,7 +132,7 @@ def readable_tokenizer(name: str) -> Iterator[None]:
 
 
 def read_end_ids(name: str) -> tuple[int, ...]:
-    """Returns the ids after which a model stops by its settings for generation, which lie beside its tokenizer.
+    """Returns the stop ids of a model's generation settings, which lie beside its tokenizer.
 
     Raises ValueError for settings that cannot be read.
     """

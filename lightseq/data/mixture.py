@@ -30,7 +30,7 @@ class WeightedPath:
 def weighted_paths(text: str, flag: str = "--data_path") -> tuple[WeightedPath, ...]:
     """Returns the sources of `a.jsonl=2,b.jsonl`; a path that exists is one source, whatever is in its name.
 
-    Raises ValueError for an empty path, a weight that is no positive number, and a path that stands twice.
+    Raises ValueError for an empty path, a weight that is not positive, and a repeated path.
     """
     if os.path.exists(text) or "," not in text:
         return (_weighted(text, text, flag),)
@@ -123,7 +123,7 @@ def mix(opened: Sequence[Examples], sources: Sequence[WeightedPath], seed: int) 
 
 
 def _repeat(examples: Examples, source: WeightedPath, seed: int) -> Source:
-    """Returns the rows of a source `weight` times: whole passes, and a drawn part of them."""
+    """Repeats the rows of a source `weight` times: whole passes, and a random part for the fraction."""
     assert isinstance(examples, Rows | SelectedExamples), type(examples)
     if source.weight == 1:
         return examples

@@ -117,7 +117,7 @@ def read_pickle(path: Path) -> Iterator[IdsAndLabels]:
 def _pickled_rows(path: Path, options: ReadOptions | None = None) -> Iterator[NamedRow]:
     """Yields the rows of a pickled dict of columns, or of a list of dicts.
 
-    A column that is no list with an entry for each row belongs to all rows; the first one gets it.
+    A column without an entry per row belongs to all rows, and is given to the first.
     """
     content, options = load_plain(path), options or ReadOptions()
     if isinstance(content, dict):

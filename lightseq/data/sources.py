@@ -161,7 +161,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _check_one_kind(folder: Path) -> None:
-    """Raises ValueError for a folder of rows that also has texts. A README.md is no data."""
+    """Raises ValueError for a folder of rows that also has texts, other than README.md."""
     files = _files(folder)
     text = next((path for path in _visible(folder) if path.name.endswith(".txt")), None)
     if text is not None and text not in files:

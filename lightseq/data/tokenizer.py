@@ -110,7 +110,7 @@ class PretrainedTokenizer:
     vocab_size: int
     backend: Any
     template_replaced: bool = False  # by --chat_template
-    end_ids: tuple[int, ...] = ()  # after which the model stops, beside the tokenizer's EOS
+    end_ids: tuple[int, ...] = ()  # further stop ids besides the tokenizer's EOS
 
     @cached_property
     def _added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -112,7 +112,7 @@ def parallel_dims(
 
     full_shard splits parameters over all ranks; hybrid_shard over the ranks of a host, with copies across hosts; ddp
     keeps a copy on every rank. `expert_size` ranks of a host hold different experts. Raises ValueError if the
-    sequence's ranks do not divide the world, or those of the experts a host.
+    sequence's ranks do not divide the world, or the experts' ranks do not divide a host.
     """
     size = sequence_size or world.size
     if world.size % size:

@@ -269,6 +269,6 @@ def start_ranks(words: Sequence[str], in_file: Sequence[str] = ()) -> int | list
     size = flags.processes or len(gpus_here().devices) or 1
     if size == 1 and not flags.max_restarts:
         return list(flags.rest)
-    # The way in which this program was started, as a module or by the script that pip installs, and its command.
+    # How this program was started (as a module or by pip's script), and its command.
     program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1], sys.argv[1]]
     return Launch([*program, *flags.rest], size).run(flags.max_restarts or 0)

@@ -131,7 +131,7 @@ class Watchdog:
             self._store.add(SAID, 1)
 
     def start_over(self, memory_limit: float) -> NoReturn:
-        """Starts the command over on all ranks, which may then plan with so many bytes of a GPU. Never returns."""
+        """Starts the command over on all ranks, with a new limit of GPU bytes for plans. Never returns."""
         if self._store is None:
             start_over(self._world.launch, memory_limit)
         self._store.compare_set(START_OVER, "", str(memory_limit))

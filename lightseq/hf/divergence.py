@@ -97,7 +97,7 @@ def _transform(model: PreTrainedModel, role: str) -> LogitTransform:
 def _run_teacher(
     teacher: nn.Module, inner: PreTrainedModel, batch: Mapping[str, Any], transform: LogitTransform
 ) -> HeadInput:
-    """Runs the teacher up to its head, and returns what makes its logits."""
+    """Runs the teacher up to its head. Returns the input and weights of the head."""
     head: Any = inner.get_output_embeddings()
     before, found = (head.weight, head.weight.numel()), list[HeadInput]()
 

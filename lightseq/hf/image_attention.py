@@ -1,7 +1,7 @@
 """Attention in which tokens of an image also see the later tokens of that image, as in Gemma 3.
 
-The causal part is that of all models. What it leaves out lies within an image, a few hundred tokens: it is computed on
-the rank of the query, and merged by log-sum-exp. Only images across the border of ranks are exchanged.
+The causal part is the same as in all models. The other pairs lie within an image of a few hundred tokens; they are
+computed on the rank of the query, and merged by log-sum-exp. Only images across the border of ranks are exchanged.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Images of a batch: a rank runs the encoders on those images whose tokens it holds, and keeps their features only.
+"""Images of a batch. A rank encodes only images with tokens on it, and keeps its tokens' features.
 
 The sum of all ranks' gradients of encoders and projector then is that of one process, without communication.
 """
@@ -85,7 +85,7 @@ class ImageFeatures:
         return None if self._images is None else self._images.positions
 
     def of_local_tokens(self, model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns what a model's `get_image_features` does, without the features of other ranks' tokens."""
+        """Runs a model's `get_image_features`, and drops the features of other ranks' tokens."""
         images, output = self._images, function(*args, **kwargs)
         if images is None:
             return output

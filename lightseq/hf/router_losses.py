@@ -55,7 +55,7 @@ def mark_router_logits(context: SequenceContext, _base: nn.Module, _args: tuple,
 
 @torch.compiler.disable
 def unmark_router_logits(_model: nn.Module, _args: tuple, output: Any) -> None:
-    """Returns router logits as transformers does, in a plain tuple."""
+    """Converts router logits back to a plain tuple, as transformers returns them."""
     if isinstance(logits := getattr(output, "router_logits", None), ShardedRouterLogits):
         output.router_logits = tuple(logits)
 

@@ -221,7 +221,7 @@ def _gather_objects(accelerator: Accelerator, size: int, rows: Any) -> list[Any]
 def _prepare_data_loader(
     accelerator: Accelerator, mesh: DeviceMesh, loader: DataLoader, *args: Any, **kwargs: Any
 ) -> DataLoader:
-    """Prepares a loader as accelerate does, whose workers draw the same numbers on ranks that share a sequence."""
+    """Prepares a loader like accelerate. Its workers draw the same numbers on ranks that share a sequence."""
     seed, group = loader.worker_init_fn, mesh.get_local_rank(DATA)
     if isinstance(seed, partial) and seed.func is seed_worker:  # Trainer's, with seeds of each rank
         loader.worker_init_fn = partial(seed, rank=group)
@@ -242,7 +242,7 @@ def _begin_alike(begin: Callable[[], None], group: dist.ProcessGroup) -> None:
 
 
 def _prepare_model(accelerator: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Prepares a model as accelerate does. Outputs of a wrapper around it, such as DDP's, then have logits."""
+    """Prepares a model like accelerate. Adds logits to outputs of a wrapper such as DDP."""
     if accelerator.is_fsdp2:
         check_before_sharding(model)
     prepared: nn.Module = type(accelerator).prepare_model(accelerator, model, *args, **kwargs)

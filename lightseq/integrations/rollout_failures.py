@@ -111,7 +111,7 @@ class CheckedClient:
         return self._attempt(self._client.image_features, images, **options) or [None] * len(images)
 
     def generate(self, prompts: Sequence[Any], n: int = 1, **options: Any) -> Any:
-        """Returns n completions of each prompt, or a failure in the place of each of their fields."""
+        """Returns n completions of each prompt. After a failure, each field is a `Failure`."""
         found = self._attempt(self._generate, prompts=prompts, n=n, **options)
         if self.error is None:
             return found

@@ -220,7 +220,7 @@ class SharedRollouts:
         return self._checked(found[0])
 
     def _checked(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns what a trainer generated, and remembers the experts that a rollout of GRPO has chosen.
+        """Checks a trainer's generation, and stores the experts that a rollout of GRPO has chosen.
 
         Raises ValueError for a rollout whose values have other lengths than its completions.
         """

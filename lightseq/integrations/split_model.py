@@ -34,7 +34,7 @@ class TrainerBatches:
 
 
 class SplitModel:
-    """An enabled model that takes whole batches. Its hooks split them, and gather what the model returns.
+    """An enabled model that takes whole batches. Its hooks split batches, and gather outputs.
 
     Gradients are right where the reduction over all ranks averages them, as DDP and FSDP do: gradients of a rank's
     tokens are multiplied by the ranks of its group.
@@ -77,7 +77,7 @@ class SplitModel:
         return taken
 
     def watch(self, outermost: nn.Module) -> None:
-        """Prepares a module around the model, such as DDP's, for what the model returns."""
+        """Prepares a module around the model, such as DDP, for the model's lazy outputs."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -111,7 +111,7 @@ class SplitModel:
         return whole if inputs.packed is None else inputs.packed.unpack(whole)
 
     def sum(self, share: Tensor) -> Tensor:
-        """Returns the sum of the shares of all ranks that share a sequence, on each of them."""
+        """Sums shares over the ranks of a sequence. Returns the sum on every rank."""
         return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
 
 

@@ -14,7 +14,7 @@ TREE_ARGUMENTS: Final = (QUERY_EDGES, KEY_EDGES, KEYS, "tree_max_seqlen_q", "tre
 
 
 def unpack_tree_row(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a model with nodes in the place of TRL's arguments for a trie.
+    """Replaces TRL's arguments for a trie by nodes in the arguments of a model.
 
     Raises ValueError for a batch of several rows. Waits for the device, which has TRL's arguments.
     """

@@ -289,10 +289,10 @@ class WholeBatches(SplitModel):
     def _gather_metrics(
         self, log_probs: Tensor, metrics: TokenMetrics, output: Any, inputs: SplitInputs
     ) -> TokenOutput:
-        """Returns what TRL's fused head would, from token metrics (batch, local) of this rank."""
+        """Returns the outputs of TRL's fused head, from token metrics (batch, local) of this rank."""
         assert inputs.labels is not None and inputs.nonzero_divisor is not None
         mask = (inputs.labels != IGNORE_INDEX).to(log_probs.dtype)
-        # Entropies come apart, so that they get no gradient where no loss reads them.
+        # Separate outputs, so that entropies get no gradient if no loss reads them.
         values = self._in_order(torch.stack([log_probs, metrics.hits, mask], -1), inputs)
         entropy = self._in_order(metrics.entropy, inputs)
         if inputs.shifted_here:  # nothing follows the last token

@@ -44,7 +44,7 @@ class WholeScores(SplitModel):
 
     @torch.compiler.disable
     def _gather(self, _score: nn.Module, _args: tuple[Any, ...], scores: Tensor | None) -> Tensor | None:
-        """Replaces the scores of a rank's tokens by those of the whole batch. After an exception, there are none."""
+        """Replaces the scores of a rank's tokens by the whole batch's scores. Does nothing after an exception."""
         inputs, self._inputs = self._inputs, None
         return scores if inputs is None or scores is None else self._in_order(scores, inputs)
 

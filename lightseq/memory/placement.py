@@ -165,7 +165,7 @@ def _strides(costs: Costs, candidates: _Candidates, layer_seconds: Sequence[floa
 def _exposed_seconds(copy: float, strides: NDArray[Any], layer_seconds: Sequence[float]) -> Any:
     """Returns the seconds of an offloaded layer's copies, in both directions, that no compute hides.
 
-    Distances are whole numbers: where a stride lies between two of them, it is the mean of these.
+    Single distances are whole numbers; a stride is their mean.
     """
     short = np.floor(strides)
     return sum(

@@ -136,7 +136,7 @@ def _passed_by_text(kind: Any, settings: str) -> tuple[str, ...]:
 
 
 def _remove_beside(module: nn.Module, kept: set[int]) -> None:
-    """Removes the parameters, buffers and children of a module that holds the kept ones, except those on the way."""
+    """Removes a module's parameters, buffers and children that are not on the path to kept modules."""
     for name in [*module._parameters]:
         module._parameters[name] = None
     for name, child in module.named_children():

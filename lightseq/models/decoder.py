@@ -20,12 +20,12 @@ NORMS: Final = ("norm", "final_norm", "final_layernorm", "final_layer_norm", "ln
 
 
 def text_config(config: PreTrainedConfig) -> Any:
-    """Returns the config of the text decoder, which is inside that of a model with images or audio."""
+    """Returns the config of the text decoder, which models with images or audio nest in theirs."""
     return config.get_text_config(decoder=True)
 
 
 def has_towers(config: PreTrainedConfig) -> bool:
-    """Returns whether a config's model has other inputs than text, and so encoders beside its text decoder."""
+    """Returns whether a config's model has encoders for other inputs than text."""
     return text_config(config) is not config
 
 
@@ -147,7 +147,7 @@ def _child(module: Any, names: Sequence[str]) -> nn.Module | None:
 
 
 def ties_embeddings(model: PreTrainedModel) -> bool:
-    """Returns whether the head's weight is that of the input embeddings."""
+    """Returns whether the head's weight is tied to the input embeddings."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 

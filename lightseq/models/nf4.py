@@ -40,7 +40,7 @@ class Nf4Bytes(PackedBytes):
 
     @classmethod
     def quantize(cls, dense: Tensor) -> "Nf4Bytes":
-        """Returns a dense weight in four bits, with double quantization. Raises ValueError as `empty` does."""
+        """Quantizes a dense weight to four bits, with double quantization. Raises ValueError like `empty`."""
         from bitsandbytes.functional import quantize_4bit
 
         check_rows(dense.shape)
@@ -49,17 +49,17 @@ class Nf4Bytes(PackedBytes):
 
 
 def scale_bytes(elements: int, double: bool) -> int:
-    """Returns the bytes of the scales of whole blocks, for `double` quantization or not."""
+    """Returns the bytes of the scales of whole blocks, with or without `double` quantization."""
     return elements // BLOCK * (1 if double else SCALE.itemsize)
 
 
 def quantize(dense: Tensor) -> PackedWeight:
-    """Returns a dense weight in four bits. Raises ValueError as `empty` does."""
+    """Quantizes a dense weight to four bits. Raises ValueError like `empty`."""
     return packed(Nf4Bytes, dense)
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device, double: bool = True) -> PackedWeight:
-    """Allocates a weight, for `double` quantization or not. Raises ValueError for rows that are no whole blocks."""
+    """Allocates a weight, with or without `double` quantization. Raises ValueError unless rows are whole blocks."""
     check_rows(shape)
     elements = shape.numel()
 

@@ -54,7 +54,7 @@ class PackedWeight(Tensor):
         return self
 
     def fill_rows(self, whole: Tensor, first_row: int) -> None:
-        """Keeps the rows that this shard has, from `first_row` on, of a packed weight or of a dense one.
+        """Fills this shard with its rows, from `first_row` on, of a packed or dense weight.
 
         A dense one is quantized on the accelerator.
         """
@@ -66,7 +66,7 @@ class PackedWeight(Tensor):
         self.copy_(found[first_row : first_row + len(self)])
 
     def dense(self) -> Tensor:
-        """Returns the matrix, in memory of its own."""
+        """Returns the matrix in new memory."""
         assert self.first_row is not None, "gather a shard before reading it"
         shape = self.shape[::-1] if self.transposed else self.shape
         rows = [self.numel() // self.row_elements, *self.whole[1:]]
@@ -75,7 +75,7 @@ class PackedWeight(Tensor):
         return found.T if self.transposed else found
 
     def like(self, raw: PackedBytes, **changed: Any) -> "PackedWeight":
-        """Returns a weight with other bytes, and the same facts but for those `changed`."""
+        """Returns a copy with other bytes and `changed` facts."""
         shape = self.shape[::-1] if self.transposed else self.shape
         facts = dict[str, Any](shape=shape, dtype=self.dtype, whole=self.whole, first_row=self.first_row)
         return PackedWeight(raw, **(facts | {"transposed": self.transposed} | changed))

@@ -90,7 +90,7 @@ def _constructed(model: PreTrainedModel, seed: int) -> dict[str, Tensor]:
 
 
 class _Generators(TorchDispatchMode):
-    """Gives random operations in a parameter's memory that parameter's generator, made anew for each operation."""
+    """Mode that seeds each random operation on a parameter by the parameter's name."""
 
     def __init__(self, parameters: dict[str, Tensor], seed: int) -> None:
         super().__init__()

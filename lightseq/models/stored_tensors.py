@@ -20,7 +20,7 @@ def float_dtypes(files: Iterable[str], stored: Callable[[str], Any]) -> dict[str
 
 
 class StoredTensors:
-    """Casts a model's whole tensors to what a checkpoint stores."""
+    """Cast of a model's whole tensors to the dtypes of a checkpoint."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
 
 
 def caps_scores(config: PreTrainedConfig) -> bool:
-    """Returns whether layers softly cap their attention scores. The cap itself is what they pass to attention."""
+    """Returns whether layers softly cap their attention scores. Layers pass the cap to attention."""
     return getattr(text_config(config), "attn_logit_softcapping", None) is not None
 
 

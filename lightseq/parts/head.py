@@ -34,7 +34,7 @@ class ReplacedHead:
         return result
 
     def result(self) -> Tensor:
-        """Returns what the head computed last. Raises ValueError if it did not run, or if the result was changed."""
+        """Returns the head's last result. Raises ValueError if it did not run, or if the result was changed."""
         if self._result is None:
             raise ValueError("the model did not call its LM head with the layers' output alone; use another model")
         result, version = self._result

@@ -111,7 +111,7 @@ class HeadGradients:
         return any(x is not None for x in (self.hidden, self.weight, self.bias))
 
     def add(self, chunk: slice, dlogits: Tensor) -> None:
-        """Adds what a chunk of rows contributes, given the gradients of its logits."""
+        """Adds the contribution of a chunk of rows, given the gradients of its logits."""
         if self.hidden is not None:
             torch.mm(dlogits, self._weight_VD, out=self.hidden[chunk])
         if self.weight is not None:

@@ -61,7 +61,7 @@ class PackedBase:
 
 
 def bits_of(form: str) -> str:
-    """Returns the words for a form of `PackedBase` in messages."""
+    """Returns the name of a packed form for messages."""
     return FORMS[form].WORDS
 
 
@@ -103,7 +103,7 @@ def pack_layers(model: PreTrainedModel, stored_in: Path | None = None) -> None:
     Weights on the meta device are quantized when they are loaded (`weights.fill`). Embeddings, the head, norms, routers
     and adapters keep their dtype. Raises ValueError for a layer with other matrices, which would keep theirs unasked.
     If files have packed weights, `stored_in` is their directory, and only the weights that they have so change.
-    Without it, weights become NF4, or what the model's config says that its files have (`mark`).
+    Without it, weights become NF4, or keep the packed form in the model's config (`mark`).
     """
     packed = _stored_weights(model, stored_in) if stored_in is not None else None
     if stored_in is None and is_marked(model.config):
@@ -210,7 +210,7 @@ def _empty(form: Any, dtype: torch.dtype) -> Tensor:
 
 
 def check_package(what: str) -> None:
-    """Raises ValueError without bitsandbytes, which `what` needs."""
+    """Raises ValueError if bitsandbytes is not installed. `what` names the feature that needs it."""
     if find_spec("bitsandbytes") is None:
         raise ValueError(f"{what} needs bitsandbytes, which is not installed; pip install bitsandbytes")
 

@@ -71,7 +71,7 @@ def mixer_modules(model: nn.Module) -> list[tuple[nn.Module, MixerKind]]:
 
 
 def _calls_own(module: nn.Module) -> bool:
-    """Returns whether a module stores its kernels as attributes, as in older versions of transformers."""
+    """Returns whether a module stores its kernels as attributes, as older versions of transformers do."""
     return any(isinstance(value, FunctionType | BuiltinFunctionType) for value in vars(module).values())
 
 

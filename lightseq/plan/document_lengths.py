@@ -73,7 +73,7 @@ class Answers:
         return Nodes((0, *edges), (ROOT, *(0 for _ in range(self.rows))))
 
     def describe(self, length: int) -> str:
-        """Describes what a tree saves, and how many fill a row of `length` tokens."""
+        """Describes the saving of a tree, and how many trees fill a row of `length` tokens."""
         tokens, rows = self.tree.length, self.rows * (self.prompt + self.answer)
         fits = plural(length // tokens, "tree")
         return f"a tree of {self.rows} answers has {tokens:,} tokens instead of {rows:,}; {fits} in a sequence"

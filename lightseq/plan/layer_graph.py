@@ -34,7 +34,7 @@ class LayerGraph:
         The first tensor that the layer returns is its output.
         """
         arguments, shape = tree_flatten((tuple(args), keywords))
-        # Keys that layers share come in a mapping that torch takes for one object (Gemma 4).
+        # Layers that share keys get them in a mapping, which torch treats as one object (Gemma 4).
         kinds = [type(x) if isinstance(x, UserDict) else None for x in arguments]
         leaves, inner_shape = tree_flatten([dict(x) if isinstance(x, UserDict) else x for x in arguments])
 

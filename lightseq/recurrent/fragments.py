@@ -58,7 +58,7 @@ class FragmentPlan:
     outer: Segments  # first and last segments of this rank's fragments
     inner: Segments | None  # segments inside fragments
     first: Tensor | None  # on the device: the first segment of each fragment among the outer ones; None: these are all
-    last: Tensor | None  # and the last
+    last: Tensor | None  # on the device: the last segment of each fragment among the outer ones
 
     @property
     def communicates(self) -> bool:

@@ -2,8 +2,8 @@
 
 Links (tree_plan.py) are summarized from a state of zeros, the summaries of shared ones are gathered, and states are
 composed from the roots down. Then a kernel runs once over all pieces from the right initial states. Backward, the
-gradient of a final state is the sum of those of the pieces that begin from it. Nothing is saved but the inputs: the
-backward pass summarizes and composes again, because a state for each parent takes more memory than that takes time.
+gradient of a final state sums the gradients of the pieces that begin from it. Only inputs are saved. The backward pass
+summarizes and composes again, because saving a state for each parent costs more than the time.
 """
 
 from collections.abc import Sequence

@@ -76,7 +76,7 @@ def cut_layout(layout: Layout, pieces: int) -> Layout:
 
 
 def limit_to_window(assignment: Assignment, layout: Layout, pieces: int, nodes: Nodes, window: int) -> Assignment:
-    """Cuts the chunks of an assignment into pieces, and drops those in which no query sees a key."""
+    """Cuts the chunks of an assignment into pieces, and drops pieces in which no query sees a key."""
     size = nodes.length // layout.chunk_count
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], Tile] = {}
 

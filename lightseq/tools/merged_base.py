@@ -54,7 +54,7 @@ class BaseWeights:
 
 
 def find_base_weights(source: Path, adapter: Path, keep_16_bits: bool) -> BaseWeights:
-    """Finds the base weights that an adapter was trained on, or those of the `source`'s files in 16 bits.
+    """Finds the base weights that an adapter was trained on, or the 16-bit weights of `source`'s files.
 
     Raises ValueError if the `source` does not have them.
     """

@@ -130,7 +130,7 @@ def _read_adapter(path: Path) -> tuple[Pairs, dict[str, Tensor]]:
 
 
 def _check_copies(source: Path, copies: Mapping[str, Tensor], path: Path) -> None:
-    """Raises ValueError unless weights of the base model in an adapter's file are those of the base model's files."""
+    """Raises ValueError if base weights in an adapter's file differ from the base model's files."""
     with _readable(source):
         files = tensor_files(source, REMEDY)
     with _readable(source), open_tensors(files) as stored:
@@ -142,7 +142,7 @@ def _check_copies(source: Path, copies: Mapping[str, Tensor], path: Path) -> Non
 def _find_changes(
     source: Path, pairs: Pairs, settings: Mapping[str, Any], path: Path
 ) -> tuple[dict[str, Change], Mapping[str, str]]:
-    """Returns what A and B add to each tensor in the files of the base model, and the names there of the model's.
+    """Returns the change by A and B of each tensor in the base model's files, and the model's names there.
 
     Raises ValueError for A and B that are no matrices of the rank, and for weights that the files have in another
     shape: a transposed square one, as a Conv1D has, would take the wrong product.

@@ -161,7 +161,7 @@ def to_float16(model: Any) -> bool:
 
 
 def say(line: str) -> None:
-    """Prints a line beside the texts."""
+    """Prints a line to stderr, apart from the texts."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -44,7 +44,7 @@ def autotuners() -> Iterator[tuple[str, Any]]:
 
 
 def measured() -> list[dict[str, Any]]:
-    """Returns what the autotuners have chosen in this process: kernel, key, dtypes of arguments, and the choice.
+    """Returns the autotuners' choices in this process: kernel, key, dtypes of arguments, and choice.
 
     Raises ValueError for a key whose parts cannot be named.
     """
