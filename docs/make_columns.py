@@ -74,8 +74,8 @@ def tables() -> str:
         ),
         textwrap.fill(
             f"In a turn, 0 or false under one of {code(TARGET_KEYS)} means that the answer is no target. "
-            f"`lightseq/data/columns.py` lists the names of roles, and {len(HARMLESS)} columns that are ignored, because "
-            "they only describe a row. Columns of images, sound and weights of targets are refused.",
+            f"`lightseq/data/columns.py` lists the names of roles, and {len(HARMLESS)} columns that are ignored, "
+            "because they only describe a row. Columns of images, sound and weights of targets are refused.",
             120,
         )
         + "\n",

@@ -43,7 +43,7 @@ PHASES = (
     "samples",
     "saving",
     "end",
-)  # in order
+)  # in the order of a run
 SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # more than a busy interpreter may lose
 START_OVER, LEAVING_SECONDS = "start over", 30.0  # key in the store; ranks leave together, or after this time
 # Messages of gloo, NCCL and sockets when a peer is gone.

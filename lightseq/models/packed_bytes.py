@@ -39,7 +39,7 @@ class PackedBytes(ABC):
     def joined(cls, parts: Sequence["PackedBytes"], shapes: Sequence[torch.Size], dim: int | None) -> Self | None:
         """Concatenates weights along a dim, or stacks them if it is None; returns None if blocks would not stay whole.
 
-        `shapes` are the weights'.
+        `shapes` are the shapes of the weights.
         """
         return None
 

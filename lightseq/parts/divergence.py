@@ -50,7 +50,7 @@ class Divergence:
             raise ValueError(f"temperature is {self.temperature}; give a number above 0")
 
     def of(self, log_p_CV: Tensor, log_q_CV: Tensor) -> Tensor:
-        """Returns the divergence of every row. Overwrites `log_q_CV`, and `log_p_CV` with its gradient by the logits."""
+        """Returns the divergence of every row. Overwrites both inputs, `log_p_CV` with its gradient by the logits."""
         if self.kind == "forward":
             q = log_q_CV.exp()
             values = log_q_CV.sub_(log_p_CV).mul_(q).sum(-1)

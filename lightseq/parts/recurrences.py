@@ -1,6 +1,6 @@
 """Modules that mix tokens without softmax attention, such as recurrences and short convolutions.
 
-Those of transformers are recognized (transformers_recurrences.py), others are registered. Softmax attention needs no
+Modules of transformers are recognized (transformers_recurrences.py), others are registered. Softmax attention needs no
 entry: it is what calls transformers' attention interface. The plan, FLOPs, checkpoints, compilation and saving read the
 layer itself.
 """
@@ -45,7 +45,7 @@ class MixerKind:
     forward: Callable[..., Any]
     facts: Callable[[nn.Module], LinearMixer]  # returns a module's facts for the plan and FLOPs
     functions: tuple[str, ...] = ()  # functions of its modeling file to replace
-    plain_forward: Callable[..., Any] | None = None  # the class's own, which a patch may have changed
+    plain_forward: Callable[..., Any] | None = None  # original forward of the class, to detect patches
 
 
 _KINDS: dict[type[nn.Module], MixerKind] = {}

@@ -207,7 +207,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """Returns whether a node computes element by element or a reduction, rather than products or an own operator."""
+    """Returns whether a node is elementwise or a reduction, not a matrix product or a custom operator."""
     if node.target is operator.getitem:
         return False
     op = node.target

@@ -102,7 +102,7 @@ def fast_options(run: PlannedRun) -> list[PlannedRun]:
 
 
 def frugal_options(run: PlannedRun) -> list[PlannedRun]:
-    """Returns the run with the other choices, which take less memory and more time."""
+    """Returns the run with the choices that take less memory and more time than `fast_options`."""
     tiles = [False, True] if all(layer.kind in TILEABLE_LAYER_CLASSES for layer in run.layers) else [False]
     offload = ["both", "optimizer", "activations", "none"]
     shares = run.architecture.layers_share_inputs and not any(layer.experts for layer in run.architecture.kinds)

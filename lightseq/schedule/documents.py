@@ -200,7 +200,7 @@ def _limit_tile(tile: Tile, chunks: Ints, nodes: Nodes) -> tuple[Tile, ...]:
 
 
 def find_segments(q: Ints, kv: Ints, nodes: Nodes) -> Segments:
-    """Finds the segments of a tile: runs of a path's queries against the keys of that path or of one that it leaves.
+    """Finds the segments of a tile: runs of a path's queries against keys of the path or of a path that it leaves.
 
     `q` and `kv` have a row (first, step, count) of tokens for each chunk of the tile, in rising order.
     """

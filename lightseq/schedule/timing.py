@@ -71,7 +71,7 @@ class Estimate:
     exposed_seconds: float  # communication that no kernel hides, and the slowdown of kernels by the rest
     memory_seconds: float  # packing, merging and summing
     gathered_bytes: float  # peak bytes of gathered operands on a rank
-    launch_seconds: float  # the host's, during which the device may wait
+    launch_seconds: float  # time of the host, for which the device may wait
 
     @property
     def seconds(self) -> float:

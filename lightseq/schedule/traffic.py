@@ -83,7 +83,7 @@ def count_traffic(
     counting = _TrafficCounter(schedule, gpus_per_host, assign_tiles(fewer))
     steps = []
     for t, count in counting.sampled_steps(every_step):
-        if t == 1 and head_groups > COUNTED_HEAD_GROUPS:  # the step of the middle head group stands for those left out
+        if t == 1 and head_groups > COUNTED_HEAD_GROUPS:  # the middle group's step counts for all left out
             count += head_groups - COUNTED_HEAD_GROUPS
         step = counting.step(t)
         if step.work.any() or step.same_host.any() or step.other_hosts.any():
