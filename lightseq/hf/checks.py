@@ -187,7 +187,7 @@ class Checks:
                 )
             return
         in_sequence = self._images.positions
-        if in_sequence is not None and positions.ndim == 3:  # the model's own, with an axis for each side of an image
+        if in_sequence is not None and positions.ndim == 3:  # the model's own, with axes of images
             positions = in_sequence
         shape = (documents is None, *positions.shape)
         if positions.is_cpu or shape not in self._shapes:  # reading a GPU tensor synchronizes

@@ -40,7 +40,7 @@ def named_files(directory: Path) -> set[str]:
 
 
 def _setting(path: Path, key: str) -> str | None:
-    """Returns a name in a JSON file; None without it."""
+    """Returns the text of a key in a JSON file; None if it is missing or not text."""
     with suppress(OSError, ValueError):
         found = read_json(path) if path.is_file() else None
         value = found.get(key) if isinstance(found, dict) else None

@@ -57,8 +57,8 @@ class FragmentPlan:
     chain: tuple[Fragment, ...]  # fragments of all ranks, in the order of the sequence
     outer: Segments  # first and last segments of this rank's fragments
     inner: Segments | None  # segments inside fragments
-    first: Tensor | None  # on the device: the first segment of each fragment among the outer ones; None: these are all
-    last: Tensor | None  # on the device: the last segment of each fragment among the outer ones
+    first: Tensor | None  # on the device: first outer segment of each fragment; None: all outer segments
+    last: Tensor | None  # on the device: last outer segment of each fragment; None as `first`
 
     @property
     def communicates(self) -> bool:

@@ -150,7 +150,7 @@ def _find_changes(
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         model = build_to_train(config)
-    except Exception:  # a model of other code, whose weights the shapes check alone
+    except Exception:  # unknown code: only shapes check the weights
         return _linear_changes(pairs, settings["r"], path), {}
     parameters = _parameters_of_experts(config, settings, path)
     linears = {name: pair for name, pair in pairs.items() if name not in parameters}
@@ -186,7 +186,7 @@ def _find_changes(
 
 
 def _parameters_of_experts(config: PreTrainedConfig, settings: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Returns the stacked weights that an adapter is of, by the names of the adapter's modules."""
+    """Returns the stacked weights that an adapter changes, by the names of its modules."""
     if not (targets := settings.get("target_parameters")):
         return {}
     model = build_to_train(config)

@@ -63,7 +63,7 @@ def model_rows(
     by their documents.
     """
     plain_config = copy.deepcopy(inputs.model_config)  # training modifies the config
-    # The plain loss is that of the tokens.
+    # The plain model computes only the loss of next tokens.
     others = {flag: getattr(TrainConfig, flag) for each in OBJECTIVES.values() for flag in each.own}
     config = replace(config, router_aux_loss_coef=0.0, objective="next_token", share_prefixes=False, **others)
     trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
