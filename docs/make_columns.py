@@ -1,6 +1,7 @@
 """Writes the tables of columns and roles into docs/data.md: python3 docs/make_columns.py"""
 
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,21 +13,17 @@ from lightseq.data.columns import (
     CHAT,
     CHAT_COLUMNS,
     HARMLESS,
-    HARMLESS_KEYS,
     IDS,
     PAIR,
     PREFERENCE,
     PREFERENCE_COLUMNS,
     PROMPT_COLUMNS,
-    ROLES,
     TARGET_KEYS,
     TEXT,
-    UNSUPPORTED,
 )
 
 PAGE = Path(__file__).with_name("data.md")
 BEGIN, END = "<!-- Made by docs/make_columns.py from lightseq/data/columns.py. -->\n", "<!-- End of what it made. -->\n"
-
 
 KINDS = (
     (IDS, "tokens"), (CHAT, "chats, prompts"), (PAIR, "prompts"), (PREFERENCE, "preferences"), (TEXT, "text"),
@@ -66,7 +63,7 @@ def tables() -> str:
     ]
     parts = [
         table(("columns", "rows", "targets"), formats),
-        "Beside them these columns are used:\n",
+        "Columns beside them:\n",
         table(
             ("column", "meaning"),
             [
@@ -75,12 +72,13 @@ def tables() -> str:
                 for names, meaning in by_meaning(_own(format_name))
             ],
         ),
-        f"Roles, in any case of letters: {'; '.join(f'{role} ({names})' for names, role in by_meaning(ROLES))}.\n",
-        f"Keys of a turn that say whether an answer is a target: {code(TARGET_KEYS)}; 0 or false masks it.\n",
-        f"{len(UNSUPPORTED)} columns end the run with the reason: they hold preferences without `--objective dpo`, "
-        "images, sound, weights of targets, or masks of another kind.\n",
-        f"{len(HARMLESS)} columns and {len(HARMLESS_KEYS)} keys of turns that describe a row, such as "
-        f"{code(sorted(HARMLESS & {'id', 'source', 'url'}))}, have no effect; `lightseq/data/columns.py` lists them.\n",
+        textwrap.fill(
+            f"In a turn, 0 or false under one of {code(TARGET_KEYS)} means that the answer is no target. "
+            f"`lightseq/data/columns.py` lists the names of roles, and {len(HARMLESS)} columns that are ignored, "
+            "because they only describe a row. Columns of images, sound and weights of targets are refused.",
+            120,
+        )
+        + "\n",
     ]
     return "\n".join(parts)
 

@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_folder(name: str, words: Sequence[str]) -> int:
-    """Runs data_gen or analysis, which a wheel has inside lightseq and the repository beside it."""
+    """Runs data_gen or analysis. They are inside lightseq in a wheel, and beside it in the repository."""
     package = f"lightseq.{name}"
     if find_spec(package) is None:
         package = name

@@ -53,7 +53,7 @@ class FsdpPolicy:
 class Unit:
     """Modules whose parameters are gathered, freed and reduced together."""
 
-    # Neighbouring layers, the embeddings or the head, all that is left, or experts inside layers that the mesh splits.
+    # group of layers, embeddings, head, root (all the rest), or experts that the mesh splits
     kind: Literal["layers", "end", "root", "experts"]
     modules: tuple[nn.Module, ...]  # in the order in which they run
     mesh: DeviceMesh  # over which the parameters are sharded
@@ -71,7 +71,7 @@ class Unit:
     @property
     def buffers(self) -> list[Tensor]:
         """Returns the buffers that the model's files store. Every rank holds them whole."""
-        modules = () if self.kind == "experts" else self.modules  # those of experts are in their layers
+        modules = () if self.kind == "experts" else self.modules  # modules of experts are inside layers
         return [buffer for module in modules for buffer in stored_buffers(module).values()]
 
     @property
@@ -88,7 +88,7 @@ class ParallelModel:
     context: SequenceContext
     units: list[Unit]
     offload: Offload | None  # moves activations to the host
-    whole: list[str]  # names of parameters of which every rank has all, because they compute in another dtype
+    whole: list[str]  # names of unsharded parameters, which compute in another dtype
 
 
 def units(model: PreTrainedModel, config: TrainConfig, dims: ParallelDims, memory: MemorySettings) -> list[Unit]:
@@ -141,7 +141,7 @@ def parallelize(
     ignored = [parameter for unit in parallel.units if unit.policy is None for parameter in unit.parameters]
     ignored += map(model.get_parameter, parallel.whole)
     empty = [parameter for parameter in model.parameters() if not parameter.numel()]
-    for parameter in empty:  # which FSDP2 cannot cut, so it would not cast them either
+    for parameter in empty:  # FSDP2 cannot shard empty parameters, so it would not cast them
         parameter.data = parameter.data.to(getattr(torch, config.compute_dtype))
     ignored += empty
     shard_parameters(parallel.loss_model, parallel.units, ignored)

@@ -25,7 +25,7 @@ WITH_ORIGINAL_LENGTH: Final = (
     "yarn",
     "longrope",
 )  # types that store the original length beside the extended one
-MODEL_CONFIGS: Final = ("config.json", "adapter_config.json")  # a model's, and peft's for an adapter
+MODEL_CONFIGS: Final = ("config.json", "adapter_config.json")  # of models, and of peft's adapters
 FACTORS: Final = ("short_factor", "long_factor")  # keys of longrope, with one factor per frequency
 # Keys of rope_parameters that belong to a type of scaling. Others, such as the axes of images, stay with the model.
 OF_SCALING: Final = (
@@ -53,9 +53,9 @@ class ModelSource:
 
     config: PreTrainedConfig
     weights: Path | str | None
-    stored_form: str | None = None  # how files store weights, also if they are not loaded: nf4, fp8 or mxfp4
-    left_out: tuple[str, ...] = ()  # modules beside those in FP8
-    quantization: str | None = None  # another format of the weights, which is not read
+    stored_form: str | None = None  # packed form of the files, even if not loaded: nf4, fp8 or mxfp4
+    left_out: tuple[str, ...] = ()  # modules that are not in FP8
+    quantization: str | None = None  # unsupported format of the weights
 
 
 def resolve(family: ModelFamily, model_name_or_path: str, random_init: bool) -> ModelSource:
@@ -116,7 +116,7 @@ def check_weights_are_not_quantized(source: ModelSource, name: str) -> None:
 
 
 def model_within(directory: Path) -> str:
-    """Says which directory to give instead of one without a model: the newest checkpoint, if it is a run's output."""
+    """Returns advice for a directory without a model: the newest checkpoint, if it is a run's output."""
     saved = [path.parent for name in MODEL_CONFIGS for path in directory.glob(f"checkpoint-*/{name}")]
     numbered = [path for path in saved if re.fullmatch(r"checkpoint-\d+", path.name)]
     if not numbered:
@@ -241,7 +241,7 @@ def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _needed_factor(config: PreTrainedConfig, length: int) -> str:
-    """Returns advice: the length that a factor multiplies, and the factor that covers `length`, rounded up."""
+    """Returns advice on --rope_scaling: the length that a factor multiplies, and the smallest factor for `length`."""
     rope = _rope_parameters(config)
     start = rope.get("original_max_position_embeddings", text_config(config).max_position_embeddings)
     factor = f"{math.ceil(100 * length / start) / 100:g}"
@@ -273,7 +273,7 @@ def _scaled_rope(
             raise ValueError(f"--rope_scaling {dict(scaling)}: {key} is {scaling[key]!r}; give a number")
     if rope["rope_type"] != "default" and rope.get("factor", 0) < 1:
         raise ValueError(f"--rope_scaling {dict(scaling)}: factor is {rope.get('factor')}; give a number of at least 1")
-    if rope["rope_type"] in WITH_ORIGINAL_LENGTH or "llama_4_scaling_beta" in rope:  # Ministral 3 scales queries by it
+    if rope["rope_type"] in WITH_ORIGINAL_LENGTH or "llama_4_scaling_beta" in rope:  # Ministral 3
         rope.setdefault("original_max_position_embeddings", unscaled)
     return rope
 
@@ -289,7 +289,7 @@ def _read_config(source: Path | str) -> PreTrainedConfig:
     try:
         # Without trust_remote_code=False, transformers may prompt.
         config = AutoConfig.from_pretrained(source, local_files_only=isinstance(source, Path), trust_remote_code=False)
-        type(config).from_dict(config.to_dict())  # apply_rope does this later
+        type(config).from_dict(config.to_dict())  # apply_rope handles RoPE settings later
     except Exception as error:  # the config's class may raise anything
         reason = " ".join(str(error).split())
         raise ValueError(
@@ -340,7 +340,7 @@ def _presets_elsewhere(family: ModelFamily) -> dict[str, ModelFamily]:
 
 
 def _nearest_presets(family: ModelFamily, name: str) -> list[str]:
-    """Returns the presets of similar names, the most similar first, and of equally similar ones the family's own."""
+    """Returns presets with similar names, most similar first. Ties go to the family's own."""
     elsewhere, wanted = _presets_elsewhere(family), name.lower()
     known = [*family.presets, *elsewhere]
     return sorted(

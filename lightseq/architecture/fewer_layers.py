@@ -10,7 +10,7 @@ from lightseq.architecture.inspection import inspect_architecture
 from lightseq.models.decoder import text_config
 from lightseq.parts.facts import distinct
 
-# Settings that count layers from the first one: the place of the first layer of another kind.
+# Settings with the index of the first layer of another kind.
 FROM_FIRST: Final = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
 FROM_LAST: Final = ("num_kv_shared_layers",)
 LAST: Final = ("moe_layer_end_index",)  # the place of the last layer of a kind
@@ -53,7 +53,7 @@ def with_layers_at(config: PreTrainedConfig, places: Sequence[int]) -> PreTraine
 
 
 def _keep_sparse_layers(text: Any, kept: Sequence[int]) -> None:
-    """Replaces the distance between layers of experts by a list of the others."""
+    """Replaces the step between layers of experts by a list of the dense layers."""
     if (step := getattr(text, "decoder_sparse_step", None)) and hasattr(text, "mlp_only_layers"):
         dense = [place for place in kept if (place + 1) % step]
         text.mlp_only_layers = sorted({*dense, *(text.mlp_only_layers or ())})
@@ -61,7 +61,7 @@ def _keep_sparse_layers(text: Any, kept: Sequence[int]) -> None:
 
 
 def _kept(name: str, value: Any, kept: Sequence[int], total: int) -> Any:
-    """Returns what a setting becomes when only some of the layers are kept."""
+    """Restricts a per-layer setting to the layers that are kept."""
     if isinstance(value, int) and not isinstance(value, bool):
         if name in FROM_FIRST:
             return sum(place < value for place in kept)

@@ -48,7 +48,7 @@ def total_parameters(config: PreTrainedConfig) -> int:
 def count_adapter_parameters(lora: Lora | None, model_config: PreTrainedConfig, active: bool = False) -> int:
     """Returns the number of adapter weights; 0 without adapters.
 
-    With `active`, only those that a token is multiplied by, which are the adapters of its own experts.
+    With `active`, counts only adapters that a token uses: of its experts, the chosen ones.
     """
     if lora is None:
         return 0
@@ -73,7 +73,7 @@ def matrix_sizes(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def describe_experts(config: PreTrainedConfig, ranks: int) -> str | None:
-    """Describes a model's experts, of which `ranks` ranks hold different ones; None without experts."""
+    """Describes a model's experts, split over `ranks` ranks. None without experts."""
     found = inspect_architecture(config)
     kinds = dict.fromkeys(layer.experts for layer in found.layers if layer.experts)
     if not kinds:

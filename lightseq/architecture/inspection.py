@@ -54,7 +54,7 @@ from lightseq.utils.versions import OLDEST_FOR_RECURRENCES, check_version
 MAX_LAYERS: Final = 10_000  # building a layer on the meta device takes a millisecond
 # Attention alone has fewer requirements.
 OWN_LOOP: Final = "use your own loop around hf.enable (examples/README.md), or another model"
-OTHER_HEADS: Final = ("summary_", "classifier_")  # in the names of settings that a language model's head lacks
+OTHER_HEADS: Final = ("summary_", "classifier_")  # prefixes of settings for other heads than a language model's
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Architecture:
 
     @property
     def windows(self) -> set[int]:
-        """Returns the tokens that queries of layers without full attention see at most."""
+        """Returns the window or chunk sizes of layers without full attention."""
         found = {mixer.reach for layer in self.kinds for mixer in layer.attentions}
         return {reach.tokens for reach in found if reach is not None}
 
@@ -139,7 +139,7 @@ def check_attention(model: PreTrainedModel) -> None:
 
 
 def _check_kind_of_attention(model: PreTrainedModel) -> None:
-    model = transformers_model(model)  # which may be inside a wrapper
+    model = transformers_model(model)  # unwraps PEFT and others
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} has an encoder and a decoder; use a causal language model, which has a decoder only")
@@ -204,7 +204,7 @@ _inspected: dict[tuple[type, str, tuple[MixerKind, ...]], Architecture | ValueEr
 
 
 def attentions_of(model: PreTrainedModel) -> tuple[Attention, ...]:
-    """Returns the attention of all layers, or what the config tells of it for a model that cannot be inspected."""
+    """Returns the attention of all layers. For a model that cannot be inspected, reads it from the config."""
     try:
         return inspect_architecture(model.config).attentions
     except ValueError:
@@ -293,7 +293,7 @@ def _layer(place: int, layer: nn.Module, did: LayerRun, hidden: int) -> Layer:
     in_mlp = set(mlp.modules()) if mlp is not None else set()
     mlp_is_last = not did.saved_after_mlp
     gated_mlp = did.experts is None and gate_activation(mlp) is not None
-    is_repeated = mlp is not None and not (mlp_is_last or gated_mlp)  # what follows an MLP needs its result
+    is_repeated = mlp is not None and not (mlp_is_last or gated_mlp)  # later operations need the MLP's result
     last_linear = did.linears[-1] if did.linears and did.experts is None and not is_repeated else None
     if did.experts is not None:
         last_product = did.experts.per_token * did.experts.last_product
@@ -326,7 +326,7 @@ def _check_dropout(model: PreTrainedModel) -> None:
         for key, rate in text_config(model.config).to_dict().items()
         if "drop" in key and isinstance(rate, float) and rate and not key.startswith(OTHER_HEADS)
     }
-    if rates:  # a recomputation would drop other elements
+    if rates:  # a recomputed layer would drop other elements
         raise ValueError(
             f"{type(model).__name__} has dropout ({', '.join(f'{k} {v}' for k, v in rates.items())}); "
             f"{_dropout_remedy(*rates)}"

@@ -28,8 +28,8 @@ from lightseq.schedule.reach import sliding
 
 PROBE: Final = f"{IMPLEMENTATION}_probe"  # in transformers' registry of attention functions
 TOKENS: Final = 4
-RANDOM: Final = ("rand", "uniform", "bernoulli", "exponential", "multinomial", "normal_", "dropout")  # in operators
-NOT_COMPARED: Final = ("hidden_states", "attention_mask")  # among layers; attention takes no mask
+RANDOM: Final = ("rand", "uniform", "bernoulli", "exponential", "multinomial", "normal_", "dropout")  # operators
+NOT_COMPARED: Final = ("hidden_states", "attention_mask")  # may differ between layers
 
 
 @dataclass
@@ -40,7 +40,7 @@ class LayerRun:
     linears: list[nn.Linear] = field(default_factory=list)  # in the order in which they ran
     products: int = 0  # multiplications of matrix products
     experts: Experts | None = None
-    saved_after_mlp: int = 0  # tensors saved for backward after its MLP, or at all if it has none
+    saved_after_mlp: int = 0  # tensors saved for backward after its MLP; without an MLP, all
     arguments: dict[str, Any] = field(default_factory=dict)  # apart from the hidden states
 
 
@@ -58,7 +58,7 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
     """Runs a model on the meta device once without its head, in bfloat16.
 
     torch's grouped products take no other dtype there. Composites may have a forward of their own that nobody calls.
-    Raises ValueError if attention would not be what a kernel computes, or runs outside the layers.
+    Raises ValueError for attention that no kernel computes, or outside the layers.
     """
     model.to(torch.bfloat16)
     observer = _Observer(type(model).__name__, layers)
@@ -68,7 +68,7 @@ def run_on_meta(model: PreTrainedModel, layers: nn.ModuleList) -> MetaRun:
 
 
 class _Observer:
-    """Hooks of one forward pass on the meta device, and what they saw."""
+    """Hooks of one forward pass on the meta device, and their records."""
 
     def __init__(self, model_name: str, layers: nn.ModuleList) -> None:
         self.documents = object()  # passed to the model in place of packed documents
@@ -148,9 +148,9 @@ class _Observer:
 
 @contextmanager
 def _tokens_unmixed(model: PreTrainedModel, attention: Callable[..., Any]) -> Iterator[None]:
-    """Lets a model attend with a function, and its other mixers run as in training.
+    """Replaces a model's attention by a function, and its other mixers by those of training.
 
-    Their operators do nothing on the meta device and count no products.
+    Operators of mixers do nothing on the meta device and count no products.
     """
     changes = Changes()
     ALL_ATTENTION_FUNCTIONS.register(PROBE, attention)
@@ -202,7 +202,7 @@ class _Products(TorchDispatchMode):
 def _run(model: nn.Module, tokens: int, **keywords: Any) -> None:
     for rope in model.modules():
         kinds: Any = getattr(rope, "rope_type", None)
-        if hasattr(rope, "inv_freq") or isinstance(kinds, dict):  # other types read positions, which have no values
+        if hasattr(rope, "inv_freq") or isinstance(kinds, dict):  # other types read positions' values
             rope.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     vocabulary = text_config(model.config).vocab_size  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ def layer_inputs(
 
 
 class _AllFound(Exception):
-    """Ends a forward pass whose other layers nobody asks about."""
+    """Exception that ends a forward pass once the needed layers have run."""
 
 
 def _shaped_as_output(q: Tensor, v: Tensor) -> Tensor:

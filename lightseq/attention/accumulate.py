@@ -47,7 +47,7 @@ class Accumulator(ABC):
     def finish(self) -> None:
         """Casts the totals to the final dtype."""
         if not self._in_final_dtype:
-            count = self._layout.tensor_count  # the lse follows them
+            count = self._layout.tensor_count  # the lse comes after the tensors
             self.finals = (*(x.to(self._layout.dtype) for x in self._totals[:count]), *self._totals[count:])
 
 
@@ -97,7 +97,7 @@ class Merge(Accumulator):
 
         if self._in_final_dtype:
             launches.copy((Merge, addresses(self._totals), reduction.key, tuple(parts)), pairs)
-        else:  # into float32
+        else:  # other parts are added in float32
             for total, part in pairs():
                 total.copy_(part)
 

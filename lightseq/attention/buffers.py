@@ -133,7 +133,7 @@ class BufferLayout:
         for g in range(self.head_groups):
             packed = self.slots(into, g * self.chunk_count, self.chunk_count)
             mine = self.local(tensors, 0, self.chunk_count, g)
-            copies += list(zip(self.unpacked(packed[:1]), mine, strict=False))  # without the lse, the last of `mine`
+            copies += list(zip(self.unpacked(packed[:1]), mine, strict=False))  # `mine` ends with the lse
             for c in range(self.chunk_count if self.lse_dtype else 0):
                 copies.append((packed[1][c], mine[-1].narrow(2, c * self.rows, self.rows)))
         return copies
@@ -155,7 +155,7 @@ def buffer_layout(
     dtype: torch.dtype,
     lse_dtype: torch.dtype | None = None,
 ) -> BufferLayout:
-    """Returns the layout of an item: local tensors of `shapes` (B, S, N, D), which differ in D only, and an lse or not.
+    """Returns the layout of an item: local tensors of `shapes` (B, S, N, D), which differ only in D, and maybe an lse.
 
     Key/value heads that are fewer than the schedule's head groups form groups of one head.
     """

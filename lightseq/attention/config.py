@@ -40,8 +40,8 @@ class AttentionConfig:
     keep_gathered: bool = True
     # How scans of recurrent layers span the ranks: auto, chain or heads.
     recurrent_schedule: str = "auto"
-    carries_states: bool = False  # some layers carry a state through the sequence, and take no scattered tokens
-    # Layers pass their heads in slices, one after the other (`tile_layers`); a schedule then needs fewer head groups.
+    carries_states: bool = False  # some layers carry a state through the sequence, so tokens must not be scattered
+    # Layers pass slices of their heads in turn (`tile_layers`), so a schedule needs fewer head groups.
     layers_slice_heads: bool = False
 
     def with_windows(self, windows: Collection[int], ranks: int) -> "AttentionConfig":
@@ -66,7 +66,7 @@ class AttentionConfig:
     def from_flags(
         cls, flags: "TrainConfig", device: torch.device, gpus_per_host: int | None = None
     ) -> "AttentionConfig":
-        """Returns the options that the flags of a run ask for, apart from what the model's layers need."""
+        """Returns the options from the flags of a run, without the requirements of the model's layers."""
         return cls(
             schedule=flags.schedule,
             kernel=flags.kernel_name,

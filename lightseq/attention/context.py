@@ -55,7 +55,7 @@ class SequenceContext:
     shapes: set[tuple[int, ...]] = field(default_factory=set)  # input shapes that all ranks are known to share
     progress: Progress = field(default_factory=Progress)
     forward_pass: ForwardPass = field(default_factory=ForwardPass)
-    recurrent_schedule: str = AUTO_RECURRENT  # how scans of the layers beside attention span the ranks
+    recurrent_schedule: str = AUTO_RECURRENT  # schedule of the scans of recurrent layers
     keeps_gathered: bool = False  # the backward pass reuses q, k and v as the forward pass gathered them
     config: AttentionConfig = field(default_factory=AttentionConfig)  # options, completed by the model's
 
@@ -204,7 +204,7 @@ def _smallest(group: dist.ProcessGroup, size: int) -> int:
 def kernel_spec(
     config: AttentionConfig, head_dim: int, capability: tuple[int, int], value_dim: int | None = None
 ) -> KernelSpec:
-    """Returns what a kernel has to support, on a device of this CUDA compute capability."""
+    """Returns the requirements of a kernel, on a device of this CUDA compute capability."""
     assert config.device is not None and config.dtype is not None, "the caller sets both"
     return KernelSpec(
         config.device.type,
@@ -220,8 +220,8 @@ def kernel_spec(
 
 
 def schedule_request(config: AttentionConfig, world: int, shape: AttentionShape, transport: str) -> ScheduleRequest:
-    """Returns what a schedule is chosen for. `transport` is a name without suffixes."""
-    takes_all = config.recurrent_schedule == HEADS and config.schedule != AUTO  # exchanged heads, a layout asked for
+    """Returns the conditions for choosing a schedule. `transport` is a name without suffixes."""
+    takes_all = config.recurrent_schedule == HEADS and config.schedule != AUTO  # and a layout is set
     return ScheduleRequest(
         world=world,
         shape=shape,

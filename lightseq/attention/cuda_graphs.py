@@ -39,7 +39,7 @@ class GraphCache:
         self._seen: Counter[Hashable] = Counter()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._bytes = 0
-        self._disabled = torch.cuda.get_allocator_backend() != "native"  # others do not report the size of a pool
+        self._disabled = torch.cuda.get_allocator_backend() != "native"  # others cannot report a pool's size
         self._failed_graph: torch.cuda.CUDAGraph | None = None
 
     def run(
@@ -78,7 +78,7 @@ class GraphCache:
                 try:
                     run()
                 except BaseException:
-                    with suppress(RuntimeError):  # the first error is the reason
+                    with suppress(RuntimeError):  # the first error matters
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -92,7 +92,7 @@ class GraphCache:
     def _give_up(self, graph: torch.cuda.CUDAGraph, error: RuntimeError, rank: int) -> None:
         """Turns capture off, and ends it in torch's allocator, which would otherwise never release cached memory."""
         self._disabled, self._failed_graph = True, graph
-        with suppress(RuntimeError):  # raised if it has ended already
+        with suppress(RuntimeError):  # capture may have ended already
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
         if rank == 0:
             why = str(error).splitlines()[0]

@@ -168,7 +168,7 @@ class _Execution:
         schedule, rank = self._executor.schedule, self._executor.rank
         if not self._spec.backward:
             return self._gathered.buffers(schedule, rank, self._layouts)
-        # dq and dkv are laid out as q and kv in the forward pass; here the item q has other tensors.
+        # The layouts of dq and dkv are those of q and kv in the forward pass; the backward q item holds more tensors.
         layouts = {"q": self._layouts["dq"], "kv": self._layouts["dkv"]}
         packed = self._gathered.buffers(schedule, rank, layouts)
         return {key: layouts[key[0]].unpacked(buffer) for key, buffer in packed.items()}
@@ -185,7 +185,7 @@ class _Execution:
         return [pair for item, into in staged for pair in self._layouts[item].stage(into, self._operands[item])]
 
     def _exchange(self, step: StepProgram) -> Callable[[], None]:
-        """Starts the moves of a step; returns a function that waits for them."""
+        """Starts a step's transfers. Returns a function that waits for them."""
         arena_slots: dict[int, list[Buffer]] = {}
         for i in step.opens:
             arena = self._program.arenas[i]
@@ -269,7 +269,7 @@ class _Execution:
         return ()
 
     def _deliver(self, outputs: tuple[OutputSlot, ...], into: list[Buffer], made: tuple[Tensor, ...]) -> None:
-        """Copies results to their memory unless the kernel wrote there, and collects those that this rank reduces.
+        """Copies results to their memory unless the kernel wrote there. Collects results that this rank reduces.
 
         `made` is (out, lse), or (dq, dk, dv).
         """
@@ -310,7 +310,7 @@ def program_and_launches(spec: PassSpec, transport: Transport, outbox: Outbox) -
 
 
 def _cached_specs(make: Callable[..., PassSpec]) -> Callable[..., PassSpec]:
-    """Caches specs, which all layers share; only a few of packed sequences, since each has its own table."""
+    """Caches the specs that all layers share, but few of packed sequences, because their tables do not repeat."""
     whole, packed = lru_cache(MAX_PROGRAMS)(make), lru_cache(MAX_PACKED_TABLES)(make)
     return wraps(make)(lambda schedule, *more: (whole if schedule.nodes is None else packed)(schedule, *more))
 

@@ -11,13 +11,13 @@ from lightseq.distributed.roll_call import RollCall
 
 @dataclass
 class ForwardPass:
-    """State that a model's forward pass leaves for the checks of attention, of the loss and of the next pass."""
+    """State of a model's forward pass, read by the checks of attention, loss and the next pass."""
 
     outermost: object = None  # the module that the user called
     attention_passes: int = 0  # launched before this forward pass
     loss: tuple[Tensor, int] | None = None  # result of the loss function, and its tensor version
     router_losses: int = 0  # shares of router losses computed in this pass, which the model adds to its loss
-    # (batch, local): whether one process would count a token, or in how many rows; None: all once
+    # (batch, local): how often one process would count a token, as a bool or number of rows; None: once
     counted_tokens: Tensor | None = None
     loss_weights: Tensor | None = None  # factors of the losses of a rank's targets, (batch, local); None: 1
     batches: int = 0  # batches passed to the model so far
@@ -26,6 +26,6 @@ class ForwardPass:
     shared: bool = False  # a deep copy of the model uses the context too; never reset
     gradients_are_averaged_outside: bool = False  # as in trainers, which scale gradients themselves
     gradient_factor: int = 1  # multiplies gradients where a wrapper such as DDP averages them
-    averaging_checked: tuple[Any, ...] | None = None  # the wrappers for which `gradient_factor` was found
+    averaging_checked: tuple[Any, ...] | None = None  # wrappers that `gradient_factor` was computed for
     announced: bool = False  # the call is in `roll_call` already, from a module around the model
     roll_call: RollCall | None = None  # calls of the ranks; set by `hf.enable`

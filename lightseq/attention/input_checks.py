@@ -55,10 +55,10 @@ def _check_packed(q: Tensor, context: SequenceContext, documents: Documents) -> 
 
 
 def compare_shapes(context: SequenceContext, q: Tensor, v: Tensor, boundaries: Tensor | None) -> None:
-    """Raises ValueError if ranks pass different shapes, all new to them, which would otherwise deadlock.
+    """Raises ValueError if ranks pass different shapes, which would deadlock. Compares each shape once.
 
-    Each shape is compared only once, because comparing waits for all ranks. Ranks that pass a shape they have seen skip
-    the comparison. If only some ranks do, the group hangs until the watchdog or the process group's timeout ends it.
+    Comparing waits for all ranks, so a rank skips it for a shape that it knows. If only some ranks skip it, the group
+    hangs until the watchdog or the process group's timeout ends it.
     """
     shape = (*q.shape, *v.shape[2:], int(boundaries is not None))
     waits_for_ranks = base_transport_name(context.transport.name) != "none"

@@ -61,7 +61,7 @@ class _Lowering:
         opens = tuple(i for i, a in enumerate(self.arenas) if a.first == t + 1 or t == a.first == 0)
         sends, fetched, arrivals = self.messages(t)
         fetches = [own for i in opens for own in self.own_fetches(i)] + fetched
-        # This rank's own first, then the next neighbour's, so that ranks do not all read from the same one.
+        # Own messages first, then the next neighbour's, so that ranks do not all read from one rank.
         fetches.sort(key=lambda fetch: (fetch.src - self.rank) % self.layout.world)
         results = [
             (output.item, slot, part)

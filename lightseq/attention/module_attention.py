@@ -13,7 +13,7 @@ from lightseq.utils.logit_transform import LogitTransform
 
 # Keywords passed to `attention`: documents, window and sinks, by transformers' names.
 PASSED_ON: Final = ("documents", "sliding_window", "s_aux")
-# Supported keywords, and those without effect. Any other would change the result, unless it is None or False.
+# Supported keywords, and keywords without effect. Others may change the result unless they are None or False.
 HONOURED: Final = frozenset({*PASSED_ON, "dropout", "scaling", "softcap"})
 HARMLESS: Final = frozenset(
     {

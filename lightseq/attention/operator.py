@@ -169,12 +169,12 @@ def _forward(
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Adds the sinks to the denominators of finished softmaxes."""
     whole = torch.logaddexp(lse, sinks.detach().to(lse.dtype)[:, None])
-    share = torch.exp(lse - whole).transpose(1, 2).unsqueeze(-1)  # (B, S, H, 1) of the keys
+    share = torch.exp(lse - whole).transpose(1, 2).unsqueeze(-1)  # (B, S, H, 1): share of the keys
     return (out * share).to(out.dtype), whole
 
 
 def _sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Returns the gradient of the sinks, of this rank's queries: the gradient of a key without a value."""
+    """Returns the gradient of the sinks from this rank's queries. A sink acts as a key without a value."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
     return -(share * delta).sum((0, 2)).to(sinks.dtype)
@@ -215,7 +215,8 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dq, dk and dv from the forward pass's `results`, out and its log-sum-exp.
 
-    `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered. `dim` is that of keys.
+    `tensors` are the rank's own q, k and v, or one tensor that the forward pass gathered. `dim` is the dimension of
+    keys.
     """
     call, (out, lse) = _read_options(options), results
     table = _table(call.context, dout, boundaries, call.reach)
@@ -262,7 +263,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dgathered: None): 
 
 
 def _gradient_function(dout: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Returns `_gradients`, or the operator made of it where something has to see it."""
+    """Returns `_gradients`, or its operator if autograd or a dispatch mode must see the call."""
     # With create_graph autograd records the call, so it has to be the operator, which refuses second derivatives.
     return _attention_backward if torch.is_grad_enabled() or _is_watched(dout) else _gradients
 
@@ -280,7 +281,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        wrapper = operator_wrapper()  # as `reuse_or_compute`, but without its stack frame
+        wrapper = operator_wrapper()  # inlines `reuse_or_compute`, to save a stack frame
         output = _forward(*inputs) if wrapper is None else wrapper(partial(_forward, *inputs))
         _setup_context(ctx, inputs, output)
         return output

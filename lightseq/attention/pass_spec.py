@@ -1,6 +1,6 @@
 """Specification of one pass of one rank: everything that the table and the shapes determine.
 
-It gives the size of the outbox. With an outbox, `lowering.py` makes a program of it.
+It determines the size of the outbox. `lowering.py` turns a spec and an outbox into a program.
 """
 
 from collections import Counter
@@ -124,7 +124,7 @@ def _outbox(schedule: Schedule, backward: bool, layouts: BufferLayouts) -> tuple
 
 
 def _result_bytes(step: Step, layout: Layout, backward: bool, layouts: BufferLayouts) -> int:
-    """Returns the bytes of results that a step leaves in the outbox of the rank with most of them."""
+    """Returns the most bytes of results that a step leaves in any rank's outbox."""
     return max(
         sum(
             aligned(len(block.chunks) * layouts[block.item].chunk_bytes)

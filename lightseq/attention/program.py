@@ -68,7 +68,7 @@ ChunkRanges = tuple[ChunkRange, ...]  # several, if chunks do not lie side by si
 
 
 class OwnPart(NamedTuple):
-    """Part of a tile's result for a chunk of the rank that computes it, which has to reduce it."""
+    """Part of a tile's result for a chunk of the computing rank, which reduces it."""
 
     chunk: int  # index in the tile
     slot: ChunkSlot

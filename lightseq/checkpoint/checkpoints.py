@@ -29,14 +29,14 @@ EVAL_LOSS, DATA_POSITION = "eval_loss", "data"  # keys of trainer_state.json
 # Suffixes of directories that are not valid checkpoints. OTHER: not written by a run.
 PARTIAL, DELETED, BROKEN, OTHER = ".partial", ".deleted", ".broken", ".other"
 NAME = re.compile(r"checkpoint-\d+")
-WAIT_SECONDS = 0.5  # between looks at a directory
-VISIBLE_SECONDS = 60.0  # a network file system may show files of another host so late
-# With a number if the name was taken.
+WAIT_SECONDS = 0.5  # interval between listings of a directory
+VISIBLE_SECONDS = 60.0  # delay until a network file system shows another host's files
+# Matches a number at the end, too, which set_aside adds if the name is taken.
 LEFTOVER = re.compile(rf"({NAME.pattern})(\.(?:partial|deleted|broken|other))(-\d+)?")
 
 
 def wait_until(holds: Callable[[], bool], directory: Path, seconds: float) -> bool:
-    """Waits for up to `seconds` for what another host does in a directory. Returns whether it holds.
+    """Waits up to `seconds` for another host's change of a directory. Returns whether the change is visible.
 
     Lists the directory each time, which makes a network file system ask its server.
     """
@@ -125,7 +125,7 @@ def clear_path(path: Path) -> None:
 
 
 def remove_leftovers(output_dir: Path, also: str = DELETED) -> None:
-    """Removes directories marked as deleted and those with the suffix `also`, such as PARTIAL for interrupted saves.
+    """Removes directories marked as deleted, and interrupted saves or others with the suffix `also`.
 
     A directory that cannot be removed, for example because another host reads it, stays until the next call.
     """
@@ -154,7 +154,7 @@ def _remove_own(path: Path) -> None:
             path.unlink()
         return
     try:
-        # The manifest last, for a call that has to finish this one.
+        # The manifest goes last, so that a later call can finish an interrupted one.
         names = [*manifest.own_files(path), manifest.MANIFEST]
     except ValueError:
         unfinished = PARTIAL in path.name and _is_unfinished(path)

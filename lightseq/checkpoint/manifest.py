@@ -13,8 +13,8 @@ from lightseq.utils.files import open_regular, parse_json, read_text
 
 MANIFEST, VERSION = "manifest.json", 1
 STATE, TRAINER_STATE = "state", "trainer_state.json"
-CARD = "README.md"  # which users may edit
-LOADED = ("config.json", "adapter_config.json")  # beside weights and state
+CARD = "README.md"  # users may edit the model card
+LOADED = ("config.json", "adapter_config.json")  # files that are loaded, besides weights and state
 READERS = 4  # files that a rank reads in parallel
 
 
@@ -96,7 +96,7 @@ def find_damage(directory: Path, share: int = 0, shares: int = 1) -> str | None:
 
 
 def own_files(directory: Path) -> list[str]:
-    """Returns the files that a manifest lists, but for a card that a user has edited. Raises ValueError like `read`."""
+    """Returns the files that a manifest lists, except a card that a user has edited. Raises ValueError like `read`."""
     files = read(directory)
     return [name for name in files if name != CARD or _damage(directory, name, files[name]) is None]
 

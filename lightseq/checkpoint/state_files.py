@@ -89,7 +89,7 @@ class HashingWriter(dcp.FileSystemWriter):
     """Checkpoint writer that records the SHA-256 of this rank's files. Writes large states to several files at once."""
 
     def __init__(self, directory: Path) -> None:
-        # All tensors are on the host already. Copying ahead would wait for the device.
+        # No copying ahead: it would wait for the device, and all tensors are on the host.
         super().__init__(directory, per_thread_copy_ahead=0)
         self.fs: _HashingFileSystem = _HashingFileSystem()
 

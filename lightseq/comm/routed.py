@@ -122,7 +122,7 @@ def _make_near(
     if len(global_ranks) == 1:
         return None, {}, ""
     try:
-        # Gloo, because NCCL may split an existing communicator, which takes all its ranks and not only one host's.
+        # Gloo, because NCCL may split an existing communicator, for which all its ranks would have to join.
         near_group = dist.new_group([*global_ranks.values()], backend="gloo", use_local_synchronization=True)
         assert isinstance(near_group, dist.ProcessGroup)
         near, reason = make_symmetric(near_group, device)

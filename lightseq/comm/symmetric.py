@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightseq.comm.transport import Copy, Exchange, Outbox, Receive
 
-ENGINE_BYTES = 2**20  # least for a copy engine: it and the host take about 5 microseconds for a copy of any size
+ENGINE_BYTES = 2**20  # smallest copy for a copy engine, whose launch takes about 5 microseconds
 
 
 class SymmetricTransport:
@@ -77,7 +77,7 @@ class SymmetricTransport:
         own = [r for r in receives if r.src == self._rank]  # already on this rank
         self._side.wait_stream(current)
         with self._side:
-            if not exchange.idle:  # if idle, they run beside the barrier and the fetches from others
+            if not exchange.idle:  # an idle stream runs local copies beside the barrier and remote fetches
                 _fetch(own, copy)
             if exchange.outboxes_written:
                 self._handle.barrier()
@@ -87,7 +87,7 @@ class SymmetricTransport:
         done = self._side.record_event()
         if exchange.idle:
             _fetch(own, copy)
-        in_use = [on_received]  # keeps its tensors alive: their memory must not be reused while it is read
+        in_use = [on_received]  # keep the callback's tensors alive while they are read
 
         def wait() -> None:
             current.wait_event(done)

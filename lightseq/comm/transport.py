@@ -22,7 +22,7 @@ Copy = Callable[[Hashable, Callable[[], Sequence[tuple[Tensor, Tensor]]]], None]
 
 
 def base_transport_name(name: str) -> str:
-    """Returns a transport's name without its suffixes; for a routed one the slower of the two, whose rates decide."""
+    """Returns a transport's name without suffixes. For a routed transport, returns the slower of its two."""
     while name.endswith((BLOCKING, WITHOUT_CUDA_GRAPHS)):
         name = name.rsplit("-", 1)[0]
     return name.rsplit("+", 1)[-1]
@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
 
     sends: Sequence[Send]
     receives: Sequence[Receive]
-    # Called with the received tensors, in the order of `receives`; it may run on another stream, beside the caller's
+    # Called with the received tensors, in the order of `receives`. It may run on another stream, beside the caller's
     # next work.
     on_received: Callable[[list[Tensor]], None] | None = None
     outboxes_written: bool = True  # some rank has written to its outbox since the last exchange
@@ -134,7 +134,7 @@ class SendRecvTransport:
     def outbox(self, size: int) -> Iterator[Outbox]:
         if size > self._outbox.memory.numel():
             self._outbox = Outbox(torch.empty(size, dtype=torch.uint8, device=self._device))
-        yield self._outbox  # the same for all layers, so that cached programs stay valid
+        yield self._outbox  # one outbox for all layers, so that cached programs stay valid
 
     def peer_view(self, rank: int, here: Tensor) -> Tensor:
         return here

@@ -50,7 +50,7 @@ class Flags(LoggingConfig, MemoryConfig, ParallelismConfig, AdapterConfig, Train
 
     @property
     def remat_policy(self) -> str:
-        """The value of --remat, or the one that --gradient_checkpointing stands for."""
+        """The value of --remat, or its equivalent of --gradient_checkpointing."""
         if self.remat is not None:
             return self.remat
         return "none" if self.gradient_checkpointing is False else "attention"
@@ -83,7 +83,7 @@ class Flags(LoggingConfig, MemoryConfig, ParallelismConfig, AdapterConfig, Train
 
     @property
     def kernel_name(self) -> str:
-        """The value of --kernel, or the one that --fused_attention stands for."""
+        """The value of --kernel, or its equivalent of --fused_attention."""
         return "reference" if self.fused_attention is False else self.kernel
 
     @property

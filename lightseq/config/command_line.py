@@ -25,7 +25,7 @@ from lightseq.distributed.rank_launcher import add_launcher_flags, parse_launche
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
 REQUIRED_BY_TOOLS: Final = ("model_name_or_path",)
-CLOSE: Final = 0.8  # a typo or two; words that only share letters lie below
+CLOSE: Final = 0.8  # similarity of a word with one or two typos
 
 
 def parse(argv: Sequence[str], program: str, required: Sequence[str] = REQUIRED) -> TrainConfig:
@@ -104,7 +104,7 @@ def _values_in_file(path: Path, program: str) -> dict[str, Any]:
 
 
 def print_help_if_asked(words: Sequence[str], text: Callable[[], str]) -> bool:
-    """Prints help on the main rank if the words ask for it. Returns whether they do."""
+    """Prints help on the main rank if the words contain --help. Returns whether they do."""
     if not {"-h", "--help"} & set(words):
         return False
     if is_main_process():
@@ -170,7 +170,7 @@ def _help(field: dataclasses.Field[Any], required: Sequence[str]) -> str:
 
 
 def _auto_or(convert: Callable[[str], Any], text: str) -> Any:
-    """Returns None for `auto`, and the converted value for anything else."""
+    """Converts a value, but `auto` to None."""
     try:
         return None if text.lower() == "auto" else convert(text)
     except argparse.ArgumentTypeError as error:
@@ -178,7 +178,7 @@ def _auto_or(convert: Callable[[str], Any], text: str) -> Any:
 
 
 def _none_or(convert: Callable[[str], Any], text: str) -> Any:
-    """Returns None for `none`, as if the flag were not given, and the converted value for anything else."""
+    """Converts a value, but `none` to None, as if the flag were not given."""
     return None if text.lower() == "none" else convert(text)
 
 

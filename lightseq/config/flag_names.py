@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 OLDER_SPELLINGS: Final[Mapping[str, str]] = {"evaluation_strategy": "eval_strategy", "set_seed": "seed"}
-# Our flags by names of other programs, for suggestions: transformers, TRL, axolotl, LLaMA-Factory, torchtitan.
+# Flags by their names in other programs, for suggestions: transformers, TRL, axolotl, LLaMA-Factory, torchtitan.
 FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
     theirs: ours
     for ours, names in {
@@ -79,7 +79,7 @@ FLAGS_OF_OTHER_PROGRAMS: Final[Mapping[str, str]] = {
     }.items()
     for theirs in names.split()
 }
-# Flags that other programs have and this one has not, with what to do instead.
+# Flags of other programs that lightseq lacks, with the remedy.
 REMEDIES: Final[Mapping[str, str]] = {
     theirs: remedy
     for remedy, names in {

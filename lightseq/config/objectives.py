@@ -1,4 +1,4 @@
-"""Objectives of training by the names of --objective: their flags, and what they mean for others."""
+"""Objectives of training by their names in --objective, with their flags and their effects on other flags."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ class ObjectiveFlags:
     own: tuple[str, ...] = ()  # flags that apply to it alone
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of other flags
     reads_pairs: bool = False  # rows hold a chosen and a rejected answer, and not a text, a chat or tokens
-    shares_prefixes: bool = False  # its rows begin alike, so trees save tokens unless --share_prefixes says otherwise
+    shares_prefixes: bool = False  # its rows begin alike, so --share_prefixes defaults to trees
 
 
 OBJECTIVES: Final[Mapping[str, ObjectiveFlags]] = {  # objectives/registry.py says what each is

@@ -6,7 +6,7 @@ from typing import Final
 AUTO: Final = "auto"
 CHAIN: Final = "chain"
 HEADS: Final = "heads"
-# Values of --recurrent_schedule, and what the start of a run says of them.
+# Values of --recurrent_schedule, and their descriptions at the start of a run.
 RECURRENT_SCHEDULES: Final[Mapping[str, str]] = {
     AUTO: "states in a chain",
     CHAIN: "states in a chain",

@@ -1,4 +1,4 @@
-"""Answers of a chat: where they stand in the text that the chat template writes.
+"""Places of a chat's answers in the text that the chat template writes.
 
 Templates with {% generation %} blocks mark the answers themselves. With others, an answer is what the template writes
 after the generation prompt. A template that only appends makes one text of the whole chat. One that rewrites earlier
@@ -30,8 +30,8 @@ OTHER_PROMPT: Final = (
 )
 LOST_TURN: Final = "the chat template leaves out text of a turn that is no answer"
 MAX_SHOWN: Final = 60  # characters of a text in an error
-PROBE: Final = "lightseq"  # a content that shows what a template writes around it
-MAX_SHARED: Final = 64  # characters at the end of a generation prompt that may be the beginning of an answer
+PROBE: Final = "lightseq"  # content whose surroundings show what a template writes
+MAX_SHARED: Final = 64  # most characters of a generation prompt that may begin the answer
 
 
 @dataclass
@@ -105,7 +105,7 @@ def _without_repeated_specials(chat: Chat, template: ChatTemplate) -> Chat:
 
 
 def _written_specials(renderer: _Renderer) -> tuple[list[str], set[str]]:
-    """Returns the special tokens with which a template begins a chat, in order, and those with which it ends answers.
+    """Returns the special tokens that begin a chat, in order, and the special tokens that end answers.
 
     It may end the last answer with others than earlier ones. Contents are text, or parts if it does not write text.
     """
@@ -132,7 +132,7 @@ def _written_specials(renderer: _Renderer) -> tuple[list[str], set[str]]:
 
 
 class _NotWritten(ValueError):
-    """The template fails, or an answer is not in its text. Another form of the turns may work."""
+    """Error for a template that fails or leaves out an answer. Another form of the turns may work."""
 
 
 def _variants(turns: list[Turn]) -> Iterator[list[Turn]]:
@@ -173,7 +173,7 @@ class _Renderer:
     def _render_marked(self) -> RenderedChat | None:
         """Returns the chat with the answers that the template marks; None unless it marks every answer.
 
-        A template may mark what follows an answer in a span of its own, such as the end of the chat.
+        A template may put text after an answer, such as the end of the chat, in another span.
         """
         text, spans = self._run(lambda: self.template.render_marked(self.turns, self.chat.inputs))
         answers = [number for number, turn in enumerate(self.chat.turns[: len(self.turns)]) if is_answer(turn)]
@@ -196,7 +196,7 @@ class _Renderer:
         return RenderedChat(text, learnt)
 
     def _join_spans(self, answers: list[int], text: str, spans: list[Span]) -> list[Span]:
-        """Joins each span that directly follows another one, and holds no next answer, to the one before it."""
+        """Joins a span to the span directly before it, unless it holds another answer."""
         joined: list[Span] = []
         for start, end in spans:
             following = len(joined) < len(answers) and self._holds(answers[len(joined)], text, start, end)
@@ -213,7 +213,7 @@ class _Renderer:
         return False
 
     def _marker_after(self, number: int, text: str) -> str:
-        """Returns the marker of the turn after an answer, up to which `text` reaches, if the model stops at it.
+        """Returns the next turn's marker, up to which `text` reaches, if the model stops at it.
 
         The last answer gets the marker of the turn that would follow. Returns nothing for an answer that ends itself.
         """
@@ -248,7 +248,7 @@ class _Renderer:
         return text, shared, {OTHER_PROMPT}
 
     def _begin_of_first(self, text: str) -> int:
-        """Returns where the answer begins in a chat whose first turn it is: templates cannot render an empty chat.
+        """Returns where the answer begins if it is the chat's first turn; templates cannot render an empty chat.
 
         That is behind the generation prompt that the template writes after a user's turn, if the text has it, else
         where the text differs from one with another answer.

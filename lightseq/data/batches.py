@@ -24,7 +24,7 @@ from lightseq.sequence.documents import RowPlaces
 MAX_BUCKETS: Final = 8
 PADDING_WARNING_SHARE: Final = 1 / 3  # share of all positions
 FINGERPRINT_EXAMPLES = 16  # number of examples that are hashed to recognize the data
-# Values that a resumed run must share with its checkpoint, and how errors name them.
+# Values that must not change on resume, and their names in errors.
 MUST_MATCH = {"length": "with --model_max_length {}", "seed": "with --seed {}", "examples": "on {:,} examples"}
 
 
@@ -37,8 +37,8 @@ class Batch:
     valid_tokens: int  # labels that are not IGNORE_INDEX
     sizes: tuple[int, ...]  # tokens of each row, without padding
     boundaries: tuple[int, ...] | None = None  # start of each packed document, and the last end (batch of one)
-    parents: tuple[int, ...] | None = None  # documents that begin alike became nodes of trees (`schedule.nodes`)
-    rows: RowPlaces | None = None  # where the documents stand
+    parents: tuple[int, ...] | None = None  # parents of nodes, if documents became trees (`schedule.nodes`)
+    rows: RowPlaces | None = None  # places of rows in trees
 
     @property
     def nodes(self) -> Nodes | None:
@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def document_sizes(self) -> tuple[int, ...]:
-        """Returns the tokens of each document: of the packed ones, or of each row."""
+        """Returns the tokens of each packed document, or of each row without packing."""
         if self.rows is not None:
             return self.rows.sizes
         return self.sizes if self.boundaries is None else tuple(b - a for a, b in pairwise(self.boundaries))
@@ -70,7 +70,7 @@ def padding_batch(rows: int, length: int, packed: bool) -> Batch:
 
 
 def bucket_lengths(longest: int, multiple: int) -> tuple[int, ...]:
-    """Returns `longest`, half of it, a quarter ..., at most MAX_BUCKETS, rounded up to `multiple`, in rising order."""
+    """Halves `longest` up to MAX_BUCKETS - 1 times. Returns the lengths, rounded up to `multiple`, in rising order."""
     halves = (-(-longest // (multiple << i)) * multiple for i in range(MAX_BUCKETS))
     return tuple(sorted({min(longest, half) for half in halves}))
 
@@ -140,9 +140,9 @@ class BatchStream:
 
     def state(self, step: int) -> dict[str, Any]:
         """Returns the state for a checkpoint: samples read, sequences per step, and what determines their order."""
-        consumed = self.consumed_samples(step)  # in the last step of a run, padding besides
+        consumed = self.consumed_samples(step)  # may include padding in the last step
         return {
-            "places": consumed if self.end is None else min(consumed, self.end),  # as checkpoints call it
+            "places": consumed if self.end is None else min(consumed, self.end),  # name in checkpoints
             "examples": len(self.examples),
             "seed": self.seed,
             "length": self.length,
@@ -174,7 +174,7 @@ class BatchStream:
             )
         comparable = _kind(self.content) == _kind(state.get("content"))
         other_content = comparable and state.get("content") != self.content
-        if other_content or state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # older ones have none
+        if other_content or state.get("fingerprint", now["fingerprint"]) != now["fingerprint"]:  # old ones have none
             raise ValueError(
                 f"{flag} was trained on other data with as many examples; resume with the same data in the same order "
                 f"and the same --packing, or start from its weights with {flag_for_weights(checkpoint)}"
@@ -190,7 +190,7 @@ class BatchStream:
         return stream, (*notes, f"resumed with another number of sequences per step: {continues}")
 
     def consumed_samples(self, steps: int) -> int:
-        """Returns the samples read after `steps` steps of the run, those before a resume included."""
+        """Returns the samples read after `steps` steps of the run, including samples before a resume."""
         return self.first_sample + (steps - self.first_step) * self.sequences_per_step
 
     def epochs_after(self, steps: int) -> float:

@@ -13,7 +13,7 @@ Span = tuple[int, int]  # first character, and the end
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """Inputs of a chat template beside the turns."""
+    """Inputs of a chat template, without the turns."""
 
     tools: list[dict[str, Any]] | None = None  # JSON schemas
     documents: list[dict[str, Any]] | None = None
@@ -37,10 +37,10 @@ class ChatTemplate:
     backend: Any
     name: str
     special_texts: tuple[str, ...] = ()  # special tokens
-    end_texts: tuple[str, ...] = ()  # those after which a model stops
+    end_texts: tuple[str, ...] = ()  # texts after which a model stops
 
     def names(self, inputs: TemplateInputs) -> TemplateNames:
-        """Returns the names that the template reads. A tokenizer may have another template for chats with tools."""
+        """Returns the names that the template reads. Chats with tools may have their own template."""
         return find_names(self.backend.get_chat_template(None, inputs.tools))
 
     def render(self, turns: list[Turn], inputs: TemplateInputs, add_generation_prompt: bool = False) -> str:

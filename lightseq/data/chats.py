@@ -91,7 +91,7 @@ def _read_inputs(row: Row, where: str) -> TemplateInputs:
 
 
 def _function_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema as templates take it: inside an object whose type is function."""
+    """Wraps a schema in an object whose type is function, as templates expect."""
     return {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool
 
 
@@ -108,7 +108,7 @@ def _json_column(row: Row, name: str, kind: type, where: str) -> Any:
 
 
 def _value_of(value: Any) -> Any:
-    """Returns the value of a JSON text, whose nulls stand for themselves, or another value without Arrow's nulls."""
+    """Parses a JSON text and keeps its nulls. Removes Arrow's nulls from other values."""
     return _json_or(value, value) if isinstance(value, str) else drop_nulls(value)
 
 
@@ -121,7 +121,7 @@ def _json_or(text: str, default: Any) -> Any:
 
 
 def _check_json(value: Any, where: str) -> None:
-    """Raises ValueError for a value that JSON does not have, such as the time that Arrow makes of a text."""
+    """Raises ValueError for a value that is not JSON, such as a time that Arrow parsed from text."""
     if isinstance(value, Mapping):
         for item in value.values():
             _check_json(item, where)
@@ -157,7 +157,7 @@ def _system_turns(row: Row, turns: Sequence[tuple[Turn, bool]], where: str) -> l
 def read_turns(value: Any, column: str, where: str, learns: bool = True) -> list[tuple[Turn, bool]]:
     """Returns a chat's turns, each with whether it may be a target. Raises ValueError if the column holds no turns.
 
-    `learns` False: none of them is a target.
+    `learns` False: no turn is a target.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _json_or(value, value)
@@ -201,7 +201,7 @@ def _read_turn(turn: Mapping[str, Any], where: str) -> tuple[Turn, bool]:
 
 
 def _is_target(turn: Mapping[str, Any], role: str, where: str) -> bool:
-    """Returns whether an answer is a target, as its keys say. Raises ValueError for weights between 0 and 1."""
+    """Returns whether the keys of an answer make it a target. Raises ValueError for weights between 0 and 1."""
     marks = {key: turn[key] for key in TARGET_KEYS if turn.get(key) is not None}
     for key, value in marks.items():
         if value not in (0, 1):
@@ -234,7 +234,7 @@ def _read_part(part: Mapping[str, Any], where: str) -> str:
 
 
 def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Returns the calls of a turn, with arguments as objects where they are JSON."""
+    """Returns the calls of a turn. Parses arguments that are JSON text."""
     calls = _value_of(turn.get("tool_calls") or [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{where} has tool_calls {calls!r:.60}, not a list of calls; correct it")
@@ -243,7 +243,7 @@ def _tool_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def function_of(call: dict[str, Any]) -> dict[str, Any]:
-    """Returns the object of a call that holds its name and arguments: its function, or the call itself."""
+    """Unwraps OpenAI's `function` object, if a tool call has one."""
     function = call.get("function")
     return function if isinstance(function, dict) else call
 

@@ -14,11 +14,11 @@ from lightseq.utils.formatting import plural
 # Formats of rows, as notes call them.
 TEXT, CHAT, PAIR, IDS = "text", "chat", "prompt and answer", "ids"
 PREFERENCE = "chosen and rejected"
-RENDERED: Final = (CHAT, PAIR, PREFERENCE)  # by a chat template
+RENDERED: Final = (CHAT, PAIR, PREFERENCE)  # formats rendered by a chat template
 
 
 class RowUnit(NamedTuple):
-    """Documents that stay side by side because a row holds all of them, and the name of such a row."""
+    """Number of documents in a row, which stay side by side, and the name of such a row."""
 
     documents: int
     name: str
@@ -28,7 +28,7 @@ UNITS: Final[Mapping[str, RowUnit]] = {PREFERENCE: RowUnit(2, "pair")}
 
 
 def unit_of(format_name: str) -> RowUnit:
-    """Returns the documents of a row, which are one in most formats."""
+    """Returns how many documents a row of a format holds, and what the row is called."""
     return UNITS.get(format_name, RowUnit(1, f"{format_name} row"))
 
 
@@ -65,7 +65,7 @@ DOCUMENT_COLUMNS: Final[Mapping[str, str]] = {
     "cu_seqlens": "documents of a packed row: the start of each, and the end of the last",
     "seq_idx": "documents of a packed row: the number of its document for each token",
 }
-# Columns that are used beside those that decide the format.
+# Columns that are read but do not decide the format.
 BESIDE: Final[Mapping[str, Mapping[str, str]]] = {
     TEXT: {},
     CHAT: {**SYSTEM_COLUMNS, **TEMPLATE_COLUMNS},
@@ -133,7 +133,7 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
         f"is no mask of targets here; these are: {', '.join(MASK_COLUMNS)}",
     ),
 }
-# A class or a quality score beside a text changes nothing; beside an answer it may say that the answer is bad.
+# A class or score is harmless beside a text. Beside an answer, it may mean that the answer is bad.
 HARMLESS_BESIDE_TEXT: Final = frozenset({"label", "score", "int_score", "perplexity"})
 
 # Roles of turns, in lower case, as chat templates call them.
@@ -160,7 +160,7 @@ TEXT_PARTS: Final = ("text", "input_text", "output_text")  # types of parts of a
 
 
 class UnknownColumnError(ValueError):
-    """A column is not supported or not known, so that all rows of the source may mean something else."""
+    """Error for a column that is refused or unknown, and may change the meaning of all rows."""
 
 
 def is_blank(value: Any) -> bool:
@@ -183,7 +183,7 @@ def check_masked(row: Mapping[str, Any], masked: bool, where: str) -> None:
 
 
 def check_columns(row: Mapping[str, Any], format_name: str, used: Collection[str], where: str) -> list[str]:
-    """Returns the columns of another format, which must hold the same row again. `used` decide the row's format.
+    """Returns columns that must repeat the row in another format. `used` are the columns that are read.
 
     Beside token ids these are the columns that the ids were made from, whatever their names.
     Raises UnknownColumnError naming a column that is not supported or not known.
@@ -233,7 +233,7 @@ def _is_source(value: Any) -> bool:
 
 def _or_ignore(column: str) -> str:
     if not column or "," in column:
-        return ""  # which --ignore_columns cannot name
+        return ""  # --ignore_columns cannot name such a column
     shown = column if column.isprintable() else ascii(column)
     return f", or give --ignore_columns {shown} if it changes nothing in training"
 
@@ -245,14 +245,14 @@ def ignored_columns_notes(columns: Collection[str]) -> list[str]:
 
 
 PLAIN_PAIR: Final = ("inputs", "targets")  # text, or ids
-# Columns that hold text in some format, so that one of them beside another format may repeat the row.
+# Text columns of all formats. In a row of another format, such a column may repeat the row's text.
 OTHER_FORMATS: Final = frozenset(
     {"text", "input_ids", *PLAIN_PAIR, *CHAT_COLUMNS, *(name for pair in PROMPT_COLUMNS for name in pair)}
 )
 
 
 def check_repeated(row: Mapping[str, Any], others: Iterable[str], texts: Sequence[str], used: str, where: str) -> None:
-    """Raises ValueError if a column of another format holds other text than `texts`, those of the columns `used`."""
+    """Raises ValueError if a column of another format holds text that is not in `texts`, the texts of `used`."""
     trained = [squeeze(text) for text in texts if text]
     for column in others:
         found = [squeeze(text) for text in _strings(row[column])]
@@ -265,7 +265,7 @@ def check_repeated(row: Mapping[str, Any], others: Iterable[str], texts: Sequenc
 
 
 def _strings(value: Any) -> list[str]:
-    """Returns a text, or the contents of turns as far as they are text."""
+    """Returns a text, or the text contents of turns."""
     if isinstance(value, str):
         return [value]
     turns = value if isinstance(value, list) else []

@@ -48,7 +48,7 @@ def _parts(pair: IdsAndLabels) -> list[bytes]:
 
 
 def _hash_directory(directory: TokenDirectory) -> str:
-    """Takes the hashes that stand in meta.json, or reads the files if there are none or a file was edited since."""
+    """Takes hashes from meta.json. Reads the files if it has none, or if a file is newer."""
     files = [directory.path / name for name in directory.files]
     recorded = directory.meta.get(SHA256)
     if recorded is None or _edited(directory.path, files):

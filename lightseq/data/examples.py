@@ -83,7 +83,7 @@ def locate_window(first_windows: NDArray[np.int64], index: int, length: int) -> 
 
 
 def check_ids(ids: IntArray, vocab_size: int, where: str, refused: Mapping[int, str] | None = None) -> None:
-    """Raises ValueError if an id is outside the vocabulary, or among the refused ones, which stand for other inputs."""
+    """Raises ValueError for an id outside the vocabulary, or a refused one, which marks an image or audio."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise ValueError(

@@ -15,7 +15,7 @@ from lightseq.data.sequences import SequenceExamples
 from lightseq.utils.formatting import plural
 
 Rows = WindowExamples | SequenceExamples | LazyTextExamples
-HELD_OUT_STREAM = 0x48454C44  # sets the draw apart from those of data orders, which are numbered by epoch
+HELD_OUT_STREAM = 0x48454C44  # seed stream of this draw; data orders use epoch numbers
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class SelectedExamples:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """The number of tokens of each row, where it is known beforehand."""
+        """Tokens of each row, if known without tokenizing."""
         assert not isinstance(self.source, LazyTextExamples)
         return self.source.tokens[self.rows]
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """The tokens of each example, where they are known beforehand."""
+        """Tokens of each example, if known without tokenizing."""
         assert not isinstance(self.source, LazyTextExamples)
         return self.source.sizes[self.indices]
 
 
 def documents_of_a_row(examples: Rows | SelectedExamples) -> int:
-    """Returns the documents that stay side by side. Where they are several, windows are whole documents."""
+    """Returns how many documents stay side by side. If more than one, each window is a whole document."""
     source = examples.source if isinstance(examples, SelectedExamples) else examples
     return unit_of(str(source.source.meta.get("kind"))).documents if isinstance(source, WindowExamples) else 1
 
@@ -61,7 +61,7 @@ def documents_of_a_row(examples: Rows | SelectedExamples) -> int:
 def hold_out(
     examples: Examples, fraction: float, seed: int, path: str | Path
 ) -> tuple[SelectedExamples, SelectedExamples]:
-    """Splits the rows of `path` into those to train on and those to evaluate on, which `seed` draws.
+    """Splits the rows of `path` into training rows and evaluation rows. `seed` draws the latter.
 
     The latter are `fraction` of the rows, rounded up. Raises ValueError if no row is left to train on.
     """
@@ -88,7 +88,7 @@ def hold_out(
 def select_rows(
     examples: Rows | SelectedExamples, first: NDArray[np.int64], rows: NDArray[np.int64], notes: tuple[str, ...]
 ) -> SelectedExamples:
-    """Returns the examples of some rows, which may stand twice. `first` is the result of `first_examples`."""
+    """Returns the examples of some rows. Rows may repeat. `first` is the result of `first_examples`."""
     counts = first[rows + 1] - first[rows]
     begins = np.repeat(first[rows] - (np.cumsum(counts) - counts), counts)
     indices = begins + np.arange(int(counts.sum()))

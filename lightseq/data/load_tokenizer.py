@@ -17,7 +17,7 @@ from lightseq.utils.formatting import first_line
 
 GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
 TOKENIZER_BYTES: Final = 512 << 20
-BYTE_TOKENIZER_BYTES: Final = 2**16  # most bytes of tokenizer.json of the tokenizer of bytes
+BYTE_TOKENIZER_BYTES: Final = 2**16  # largest tokenizer.json that may belong to the byte tokenizer
 FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # that transformers may open
 OBJECTS: Final = (
     "tokenizer.json",
@@ -115,13 +115,13 @@ def has_tokenizer(name: str) -> bool:
 
 @contextmanager
 def readable_tokenizer(name: str) -> Iterator[None]:
-    """Checks the files of a local tokenizer. Raises ValueError for them, and for whatever the block's parsers raise."""
+    """Checks the files of a local tokenizer. Turns all errors, also those of the block's parsers, into ValueError."""
     directory = Path(name)
     try:
         if directory.is_dir():
             check_tokenizer(directory)
         yield
-    except BaseException as error:  # tokenizers raises Exception, or for a panic a BaseException of its own
+    except BaseException as error:  # tokenizers raises Exception, and after a panic its own BaseException
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
@@ -132,7 +132,7 @@ def readable_tokenizer(name: str) -> Iterator[None]:
 
 
 def read_end_ids(name: str) -> tuple[int, ...]:
-    """Returns the ids after which a model stops by its settings for generation, which lie beside its tokenizer.
+    """Returns the stop ids of a model's generation settings, which lie beside its tokenizer.
 
     Raises ValueError for settings that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Several sources of training data in one run, each passed over as often as its weight says (--data_path a=2,b=0.5)."""
+"""Mixture of training sources (--data_path a=2,b=0.5). A weight is the number of passes in an epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightseq.data.held_out import Rows, SelectedExamples, documents_of_a_row, f
 from lightseq.data.sources import HUB_PREFIX
 from lightseq.utils.formatting import plural
 
-MIXTURE_STREAM = 0x4D495854  # sets the draw apart from those of held-out rows and of data orders
+MIXTURE_STREAM = 0x4D495854  # seed stream of this draw, unlike those of held-out rows and data orders
 Source = Rows | SelectedExamples
 
 
@@ -30,7 +30,7 @@ class WeightedPath:
 def weighted_paths(text: str, flag: str = "--data_path") -> tuple[WeightedPath, ...]:
     """Returns the sources of `a.jsonl=2,b.jsonl`; a path that exists is one source, whatever is in its name.
 
-    Raises ValueError for an empty path, a weight that is no positive number, and a path that stands twice.
+    Raises ValueError for an empty path, a weight that is not positive, and a repeated path.
     """
     if os.path.exists(text) or "," not in text:
         return (_weighted(text, text, flag),)
@@ -53,7 +53,7 @@ def _weighted(part: str, text: str, flag: str) -> WeightedPath:
             raise ValueError(f"{flag} {text} has an empty path; separate paths by single commas")
         return WeightedPath(part)
     if not os.path.exists(path) and not path.startswith(HUB_PREFIX):
-        return WeightedPath(part)  # reported as a path that does not exist
+        return WeightedPath(part)  # reported later: the path does not exist
     try:
         share = float(weight)
     except ValueError:
@@ -92,22 +92,22 @@ class JoinedExamples:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """The number of tokens of each row, where it is known beforehand."""
+        """Tokens of each row, if known without tokenizing."""
         return np.concatenate([part.tokens for part in self.parts])  # type: ignore[union-attr]
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """The tokens of each example, where they are known beforehand."""
+        """Tokens of each example, if known without tokenizing."""
         return np.concatenate([part.sizes for part in self.parts])  # type: ignore[union-attr]
 
 
 def parts_of(examples: Examples) -> tuple[Examples, ...]:
-    """Returns the sources of joined examples; of others, the examples themselves."""
+    """Splits joined examples by source. Returns other examples unchanged."""
     return examples.parts if isinstance(examples, JoinedExamples) else (examples,)
 
 
 def mix(opened: Sequence[Examples], sources: Sequence[WeightedPath], seed: int) -> Examples:
-    """Returns the examples of all sources, each as often as its weight says; a single one with weight 1 as it is.
+    """Repeats the examples of each source by its weight. Returns a single source of weight 1 unchanged.
 
     Raises ValueError if a weight leaves no row, or if pairs of preferences stand beside other rows.
     """
@@ -123,7 +123,7 @@ def mix(opened: Sequence[Examples], sources: Sequence[WeightedPath], seed: int) 
 
 
 def _repeat(examples: Examples, source: WeightedPath, seed: int) -> Source:
-    """Returns the rows of a source `weight` times: whole passes, and a drawn part of them."""
+    """Repeats the rows of a source `weight` times: whole passes, and a random part for the fraction."""
     assert isinstance(examples, Rows | SelectedExamples), type(examples)
     if source.weight == 1:
         return examples

@@ -87,7 +87,7 @@ def open_examples(
 
 
 def _how_to_make(path: Path) -> str:
-    """Returns the remedy for a missing source: a file of rows is the user's, and a token directory is made."""
+    """Returns the remedy for a missing source: check the path of a file, or make the token directory."""
     if path.suffix in TEXT_SUFFIXES:
         return "check the path, or give another file"
     if (suffix := row_suffix(path)) is not None:

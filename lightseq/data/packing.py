@@ -140,7 +140,7 @@ def pack(path: str | Path, windows: Windows, shares_prefixes: bool = False) -> P
         units = whole_rows(windows.sizes, together)
     in_sequences, ends = best_fit(units.tokens, windows.length)
     order, before = units.take(in_sequences)
-    # A run cuts sequences of trees to the next of these lengths.
+    # A run shortens sequences of trees to the next of these lengths.
     lengths = np.array(even_lengths(windows.length, 1) if shares_prefixes else [windows.length])
     filled = np.add.reduceat(units.tokens[in_sequences], ends[:-1])
     notes = _notes(path, windows, lengths[np.searchsorted(lengths, filled)], int(filled.sum()))

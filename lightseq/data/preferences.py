@@ -40,8 +40,8 @@ class Answer:
     prompt: str
     document: str  # the prompt and this answer
     other: str  # the prompt and the pair's other answer
-    adds_special_tokens: bool  # as the tokenizer does; a chat template writes them itself
-    ends: bool  # with a token after which the model stops
+    adds_special_tokens: bool  # True: the tokenizer adds them. A chat template writes them itself
+    ends: bool  # the text ends with a stop token
     where: str  # file and row, for errors
 
 
@@ -57,7 +57,7 @@ def check_preferences(columns: Sequence[str], text_column: str, where: str) -> N
 
 
 def read_answers(row: Row, where: str, tokenizer: Tokenizer) -> list[Answer]:
-    """Returns the chosen and the rejected answer of a row; neither if one of them is empty.
+    """Returns the chosen and the rejected answer of a row, or neither if one is empty.
 
     Raises ValueError for unknown columns, and for a prompt and answers that do not fit together.
     """
@@ -95,7 +95,7 @@ def read_answers(row: Row, where: str, tokenizer: Tokenizer) -> list[Answer]:
 def _render_texts(
     row: Row, names: Sequence[str], where: str, tokenizer: Tokenizer
 ) -> tuple[list[str], list[str] | None]:
-    """Returns the texts of a row, and those of the prompt and both documents, None if an answer is empty."""
+    """Returns the texts of a row, and the texts of the prompt and both documents (None if an answer is empty)."""
     if needs := [name for name in TEMPLATE_COLUMNS if not is_blank(row.get(name))]:
         raise ValueError(f"{where}: column {needs[0]!r} needs a prompt and answers that are turns, not text")
     if getattr(tokenizer, "template_replaced", False):
@@ -135,9 +135,9 @@ def _render_turns(
 
 
 def _split_shared(chosen: Shared, rejected: Shared, where: str) -> list[Shared]:
-    """Splits off what both answers begin with, which is their prompt: characters, without a last space, or turns."""
+    """Splits off the common beginning of both answers as their prompt: characters without a last space, or turns."""
     count = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    if count is None:  # one continues the other, or they are equal
+    if count is None:  # one answer continues the other, or both are equal
         count = min(len(chosen), len(rejected)) - 1
     elif count and chosen[count - 1] == " ":
         count -= 1
@@ -176,7 +176,7 @@ def _encode(texts: list[str], adds_special_tokens: bool, tokenizer: Tokenizer) -
 
 
 def _backend(tokenizer: Tokenizer) -> Any:
-    """Returns the tokenizer of transformers, made once: that of bytes takes longer than a row."""
+    """Returns transformers' tokenizer. Caches it, because making the tokenizer of bytes takes longer than a row."""
     return _made_backend(cast(Hashable, tokenizer))
 
 

@@ -13,7 +13,7 @@ from lightseq.data.token_directory import IntArray
 from lightseq.schedule.nodes import Ints
 from lightseq.sequence.shared_prefixes import common_tokens
 
-BLOCK: Final = 64  # tokens; rows are brought together by the whole blocks that they have in common
+BLOCK: Final = 64  # tokens per block; rows are grouped by whole blocks in common
 DIGEST: Final = 8  # bytes for each block
 
 
@@ -46,7 +46,7 @@ def rows_that_begin_alike(windows: Examples, together: int, length: int) -> Unit
     """
     keys = [_key(windows[row * together].input_ids) for row in range(len(windows) // together)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    alone, added = list[int](), list[int]()  # tokens of a row as a tree of its own, and beside the row before it
+    alone, added = list[int](), list[int]()  # tokens of a row alone, and tokens that it adds to the row before
     last = np.zeros(0, np.int64)
     for row in order:
         documents = [windows[i].input_ids for i in range(row * together, (row + 1) * together)]
@@ -95,7 +95,7 @@ def _cheapest_trees(alone: Sequence[int], added: Sequence[int], length: int) -> 
 
 
 def tree_tokens(documents: Sequence[IntArray], last: IntArray | None = None) -> int:
-    """Returns the tokens that documents add to a tree at most, each compared with the one before; `last` is in it."""
+    """Returns an upper bound of the tokens that documents, in this order, add to a tree that ends with `last`."""
     total = 0
     for document in documents:
         # Both branches begin with the last common token.
@@ -105,7 +105,7 @@ def tree_tokens(documents: Sequence[IntArray], last: IntArray | None = None) -> 
 
 
 def _key(ids: Ints) -> bytes:
-    """Returns a hash of each whole block. Rows that are sorted by it stand beside those that share most blocks."""
+    """Hashes each whole block. Sorting rows by their hashes puts rows that share most blocks side by side."""
     return b"".join(_digests(np.ascontiguousarray(ids, dtype=np.int64)))
 
 

@@ -1,4 +1,4 @@
-"""One sample of a row: token ids, or text to tokenize, and which of it are targets."""
+"""Samples of a row: token ids or text to tokenize, with their targets."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ EMPTY, NO_ANSWER = "empty", "without an answer"  # reasons to skip a row
 
 @dataclass(frozen=True)
 class Sample:
-    """Token ids, or text parts to tokenize; `skipped` is the reason if there is no target."""
+    """Token ids, or text parts to tokenize. `skipped` says why a sample has no target."""
 
     parts: tuple[TextPart, ...] = ()
     ids: IntArray | None = None
@@ -20,4 +20,4 @@ class Sample:
     padding: int = 0  # tokens cut off the end
     remarks: frozenset[str] = frozenset()  # what is unusual, for notes
     ignored: tuple[str, ...] = ()  # columns that the given ids were made from
-    answer: Answer | None = None  # one of a pair, to tokenize
+    answer: Answer | None = None  # answer of a preference pair

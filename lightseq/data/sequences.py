@@ -117,7 +117,7 @@ def read_pickle(path: Path) -> Iterator[IdsAndLabels]:
 def _pickled_rows(path: Path, options: ReadOptions | None = None) -> Iterator[NamedRow]:
     """Yields the rows of a pickled dict of columns, or of a list of dicts.
 
-    A column that is no list with an entry for each row belongs to all rows; the first one gets it.
+    A column without an entry per row belongs to all rows, and is given to the first.
     """
     content, options = load_plain(path), options or ReadOptions()
     if isinstance(content, dict):
@@ -155,7 +155,7 @@ def _rows_of_columns(path: Path, columns: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _ids_and_labels(row: Row, where: str) -> IdsAndLabels:
-    """Returns the ids and labels of a row. Its masks and types of tokens must say nothing.
+    """Returns the ids and labels of a row. Masks and token types must have their default values.
 
     Raises ValueError for columns that only rows of other files may have.
     """

@@ -1,4 +1,4 @@
-"""Packed documents that begin alike, as trees: what they share is computed once, and learned as often as it occurs."""
+"""Trees of packed documents that begin alike. A prefix is computed once, and counted once per document in the loss."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +13,7 @@ from lightseq.sequence.documents import RowPlaces
 from lightseq.sequence.shared_prefixes import LEAST_SAVED, share_prefixes
 from lightseq.utils.tensors import IGNORE_INDEX
 
-LENGTHS = 8  # lengths of batches, because trees leave different parts of a sequence empty
+LENGTHS = 8  # number of batch lengths; trees leave different parts of a sequence empty
 
 
 def least_saved_share(config: TrainConfig) -> float | None:
@@ -25,7 +25,7 @@ def least_saved_share(config: TrainConfig) -> float | None:
 
 
 def with_shared_prefixes(batch: Batch, least_saved: float) -> Batch:
-    """Returns a packed batch with its documents as trees, of the same length; unchanged if few tokens are shared.
+    """Turns a packed batch's documents into trees of the same total length; skips batches with few shared tokens.
 
     Trees must leave out `least_saved` of the tokens, a share from 0 to 1.
     """

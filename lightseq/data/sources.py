@@ -45,7 +45,7 @@ class ReadOptions:
     limits_documents: bool = False  # applies the limit to documents of tokenized data, which is refused otherwise
     refused_ids: Mapping[int, str] = field(default_factory=dict)  # token ids of images or audio, and their names
     pairs: bool = False  # rows hold a chosen and a rejected answer; others are refused
-    shares_prefixes: bool = False  # rows are packed by what is left when documents that begin alike are trees
+    shares_prefixes: bool = False  # rows are packed by their tokens in trees
 
 
 def holds_rows(source: str | Path) -> bool:
@@ -149,7 +149,7 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def folder_suffixes(folder: Path) -> tuple[str, ...]:
-    """Returns the suffixes of the files that are read below a folder: those of rows, or of texts if it has no rows."""
+    """Returns the file suffixes to read below a folder: files of rows, or of texts if there are none."""
     has_rows = any(path.name.endswith(FOLDER_SUFFIXES) for path in _visible(folder))
     return FOLDER_SUFFIXES if has_rows else TEXT_SUFFIXES
 
@@ -161,7 +161,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _check_one_kind(folder: Path) -> None:
-    """Raises ValueError for a folder of rows that also has texts. A README.md is no data."""
+    """Raises ValueError for a folder of rows that also has texts, other than README.md."""
     files = _files(folder)
     text = next((path for path in _visible(folder) if path.name.endswith(".txt")), None)
     if text is not None and text not in files:

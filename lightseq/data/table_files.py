@@ -85,6 +85,6 @@ def read_csv(path: Path) -> Iterator[NamedRow]:
 
 
 def _check_names(columns: Sequence[str]) -> None:
-    """Raises ValueError for two columns of one name, of which one would be lost."""
+    """Raises ValueError for two columns of the same name, because one would be lost."""
     if twice := [name for name in columns if columns.count(name) > 1]:
         raise ValueError(f"it has two columns {twice[0]!r}; rename or remove one")

@@ -1,6 +1,6 @@
 """Training targets of a row: a whole text, the answers in a chat or to a prompt, or given tokens and masks.
 
-A part is a piece of text and whether it is a target. Prompts and the chat template's own text are no targets.
+A part is a piece of text and whether it is a target. Prompts and the chat template's own text are not targets.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _read_pair(row: Row, where: str, tokenizer: Tokenizer, *, pair: tuple[str, s
 
 
 def _side(row: Row, name: str, role: str, where: str) -> list[tuple[dict[str, Any], bool]]:
-    """Returns the turns of a prompt, which are no targets, or of a completion."""
+    """Returns the turns of a prompt, which are not targets, or of a completion."""
     value = row[name]
     turns = value if isinstance(value, list) else [{"role": role, "content": get_text(row, name, where)}]
     return read_turns(turns, name, where, learns=role == "assistant")

@@ -69,7 +69,7 @@ def remove_partials(path: Path) -> None:
     """Removes temporary files that killed processes left beside `path`. No process may be writing `path`."""
     for entry in path.parent.iterdir():
         if entry.name.startswith(f".{path.name}{PARTIAL}"):
-            shutil.rmtree(entry, ignore_errors=True)  # another user's is harmless
+            shutil.rmtree(entry, ignore_errors=True)  # other users' files are harmless
 
 
 def write_token_directory(

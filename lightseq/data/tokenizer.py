@@ -22,11 +22,11 @@ from lightseq.data.token_directory import IntArray
 
 TextPart = tuple[str, bool]  # text, and whether it is a target
 TargetMask = NDArray[np.bool_]
-# Words, numbers, whitespace, code, and scripts that tokenizers split in different ways.
+# Texts for the fingerprint: words, numbers, whitespace, code and scripts that tokenizers split differently.
 SAMPLE_TEXTS: Final = (
     "Hello, world! It's 1,234,567.89 o'clock -- don't\t\n\n  def f(x):\n    return x**2  # naïve café "
     "Привет, мир. 你好，世界。 こんにちは 안녕하세요 مرحبا नमस्ते 😀👍🏽 <s>[INST]</s> ÀÉÎõü ﬁ ½ \u00a0\u200b\r\nEND",
-    # What normalizers change: letters with combining marks, wide and joined forms, case, spaces, quotes and dashes.
+    # Characters that normalizers change: combining marks, wide and joined forms, case, spaces, quotes and dashes.
     "  e\u0301 A\u030a ﬀ ｆｕｌｌ ① ™ Ω Å ẞ İ ſ ÄÖ Café CAFÉ “quoted” ‘it’s’ – — … ",
     "_under_ ▁ Ġ `` '' \u3000\u2003\x00\x7f\ufeff  ",
     "\n\n  tabs\t\tand    spaces   ", "가", "ΐ ά",
@@ -34,7 +34,7 @@ SAMPLE_TEXTS: Final = (
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Returns the bytes by the characters that stand for them in tokenizers of bytes, since GPT-2."""
+    """Maps GPT-2's printable stand-ins for bytes, which byte-level tokenizers use, to the bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -110,7 +110,7 @@ class PretrainedTokenizer:
     vocab_size: int
     backend: Any
     template_replaced: bool = False  # by --chat_template
-    end_ids: tuple[int, ...] = ()  # after which the model stops, beside the tokenizer's EOS
+    end_ids: tuple[int, ...] = ()  # further stop ids besides the tokenizer's EOS
 
     @cached_property
     def _added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -205,7 +205,7 @@ class PretrainedTokenizer:
         return found
 
     def _whole(self, ids: list[int]) -> list[int]:
-        """Adds the begin and end ids of a document, as far as they are missing."""
+        """Adds a document's begin and end ids if they are missing."""
         begin, added = self._added
         ids = ids if tuple(ids[: len(begin)]) == begin else [*begin, *ids]
         for end in (added, self.end):

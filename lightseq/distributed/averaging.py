@@ -29,11 +29,11 @@ class Averaging:
 
     wrapper: str
     ranks: tuple[int, ...]
-    groups: tuple[dist.ProcessGroup, ...]  # one after the other they span the ranks
+    groups: tuple[dist.ProcessGroup, ...]  # averages over these groups in turn
 
 
 def find_averaging(model: nn.Module) -> Averaging | None:
-    """Returns what averages the gradients of a model whose forward pass runs now; None if nothing does.
+    """Returns the wrapper that averages gradients of the model whose forward pass runs; None without one.
 
     Raises ValueError for a wrapper that may average or sum.
     """

@@ -80,7 +80,7 @@ def launcher_shutdown_seconds() -> float | None:
 
 
 def launcher_note() -> tuple[str, ...]:
-    """Returns a warning if a signal to torch's launcher would end the run without a checkpoint, and its remedy."""
+    """Returns a warning, with its remedy, if a signal to torch's launcher would end the run without a checkpoint."""
     patience = launcher_shutdown_seconds()
     if patience is None:
         return ()

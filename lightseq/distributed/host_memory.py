@@ -1,4 +1,4 @@
-"""Memory available to processes on this host: the machine's, or less if their cgroups limit it."""
+"""Memory available to processes on this host, within the limits of their cgroups."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ V2: Final = CgroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def host_memory(membership: Path = MEMBERSHIP, cgroups: Path = CGROUPS) -> MemoryBytes:
-    """Returns the machine's memory, or the lower limit of a container or batch job, beyond which Linux kills."""
+    """Returns the host's memory, or the lower limit of the container or batch job, at which Linux kills processes."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for limit, used in _limits(membership, cgroups):

@@ -75,7 +75,7 @@ def _translate(launcher: _Launcher) -> None:
         "LOCAL_WORLD_SIZE": str(local_size),
     }
     if launcher.job in os.environ or local_size == size:
-        # The same on all ranks of a job, and different for jobs that share a host. mpirun is the parent of its ranks.
+        # Differs between jobs that share a host. mpirun is the parent process of its ranks.
         job = os.environ.get(launcher.job, str(os.getppid()))
         found["MASTER_PORT"] = str(20000 + zlib.crc32(job.encode()) % 20000)
     if local_size == size:

@@ -1,4 +1,4 @@
-"""Split of a run's ranks: which share a sequence, which hold shards of the parameters, which hold copies."""
+"""Split of a run's ranks into groups for sequences, parameter shards and replicas."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,7 +45,7 @@ class ParallelDims:
 
     @property
     def counts_batch(self) -> bool:
-        """Returns whether this rank counts its group's batch in sums over all ranks: one of each group does."""
+        """Returns whether this rank counts its group's batch in sums over all ranks. One rank per group does."""
         return self.world.rank % self.sequence == 0
 
     def sum_over_batches(self, count: int) -> Tensor:
@@ -57,7 +57,7 @@ class ParallelDims:
         return total
 
     def make_meshes(self) -> None:
-        """Makes the meshes, which takes all ranks. Raises ValueError on all if hosts differ where they must not."""
+        """Makes the meshes, on all ranks together. Raises ValueError on all ranks if hosts differ."""
         sizes = [self.world.local_size] * self.world.size
         if self.fsdp_mode == "hybrid_shard" and self.world.size > 1:
             dist.all_gather_object(sizes, self.world.local_size)
@@ -112,7 +112,7 @@ def parallel_dims(
 
     full_shard splits parameters over all ranks; hybrid_shard over the ranks of a host, with copies across hosts; ddp
     keeps a copy on every rank. `expert_size` ranks of a host hold different experts. Raises ValueError if the
-    sequence's ranks do not divide the world, or those of the experts a host.
+    sequence's ranks do not divide the world, or the experts' ranks do not divide a host.
     """
     size = sequence_size or world.size
     if world.size % size:
@@ -125,7 +125,7 @@ def parallel_dims(
 
 
 def check_expert_size(expert_size: int, host_ranks: int) -> None:
-    """Raises ValueError unless the ranks with different experts divide those of a host."""
+    """Raises ValueError unless the ranks with different experts divide the ranks of a host."""
     if host_ranks % expert_size:
         raise ValueError(
             f"--expert_parallel_size {expert_size} does not divide the {plural(host_ranks, 'rank')} of a host; use "

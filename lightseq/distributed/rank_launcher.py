@@ -26,7 +26,7 @@ from lightseq.distributed.start_over import LAUNCH
 
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 5.0  # in which ranks may end by themselves after one has failed, or after a second Ctrl-C
+GRACE_SECONDS = 5.0  # grace period for other ranks after a failure or a second Ctrl-C
 INTERRUPTED: Final = 130  # the status of a program that Ctrl-C has ended
 PR_SET_PDEATHSIG: Final = 1  # option of prctl
 
@@ -72,7 +72,7 @@ def started_with(processes: int) -> dict[str, int]:
 
 
 def add_launcher_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags to the help of a command, which never parses them: the process that starts the ranks does."""
+    """Adds the launcher's flags to a command's help. The process that starts the ranks parses them."""
     section = parser.add_argument_group("launching", "Not under torch.distributed.run, srun or mpirun.")
     for name, text in LAUNCHER_FLAGS:
         section.add_argument(f"--{name}", metavar="N", help=text)
@@ -88,7 +88,7 @@ class LauncherFlags:
 
 
 def parse_launcher_flags(words: Sequence[str]) -> LauncherFlags:
-    """Takes --nproc_per_node and --max_restarts out of a command line. Raises ValueError for an invalid value."""
+    """Splits --nproc_per_node and --max_restarts from a command line. Raises ValueError for an invalid value."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, _ in LAUNCHER_FLAGS:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
@@ -118,7 +118,7 @@ class Launch:
 
     command: Sequence[str]  # the command of every rank
     size: int
-    launch: str = field(default_factory=lambda: uuid.uuid4().hex)  # the same after a restart, which then resumes
+    launch: str = field(default_factory=lambda: uuid.uuid4().hex)  # a restart keeps it, and resumes
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
     undelivered: list[int] = field(default_factory=list)  # signals that wait until every rank has started
@@ -188,7 +188,7 @@ class Launch:
         end = time.monotonic() + GRACE_SECONDS
         while None in self._statuses() and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
-        # A rank that a signal ended is the cause of what the others report, whoever was seen first.
+        # A rank killed by a signal is the cause of the others' errors, even if seen later.
         ended = next((rank for rank, code in enumerate(self._statuses()) if code and code < 0), None)
         self._end()
         if ended is None:
@@ -233,7 +233,7 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def prepare_rank() -> None:
-    """Makes the kernel end this process with the one that started it, and hold Ctrl-C back until it has a handler."""
+    """Makes Linux end this process with its parent, and blocks Ctrl-C until there is a handler."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
@@ -269,6 +269,6 @@ def start_ranks(words: Sequence[str], in_file: Sequence[str] = ()) -> int | list
     size = flags.processes or len(gpus_here().devices) or 1
     if size == 1 and not flags.max_restarts:
         return list(flags.rest)
-    # The way in which this program was started, as a module or by the script that pip installs, and its command.
+    # How this program was started (as a module or by pip's script), and its command.
     program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1], sys.argv[1]]
     return Launch([*program, *flags.rest], size).run(flags.max_restarts or 0)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-KEPT_CALLS = 32  # more than a host runs ahead of another
+KEPT_CALLS = 32  # exceeds the calls that one host runs ahead of another
 ASK_SECONDS, WARN_SECONDS = 2.0, 10.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.05
 REMEDY = (
@@ -91,7 +91,7 @@ class RollCall:
         if not self._store.check([self._keys[rank]]):
             return False
         made, has_ended, *recent = json.loads(self._store.get(self._keys[rank]))
-        since = made - self._made  # calls that the other rank has made since this one
+        since = made - self._made  # the other rank's calls since this one
         if since < 0 and not has_ended:
             return False
         if since >= len(recent) > 0:
@@ -102,7 +102,7 @@ class RollCall:
         return True
 
     def _place(self, rank: int, question: str) -> str:
-        """Asks where a rank is, and returns its answer to the question before; empty without one."""
+        """Asks a rank for its place. Returns its answer to the previous question, empty without one."""
         key = self._keys[rank]
         answer = self._store.get(f"{key} answers").decode() if self._store.check([f"{key} answers"]) else ""
         self._store.set(f"{key} is asked", question)
@@ -110,7 +110,7 @@ class RollCall:
 
 
 class _Answers:
-    """Thread that writes to the store where this rank's main thread is, when another rank asks."""
+    """Thread that answers other ranks' questions, through the store, about the place of this rank's main thread."""
 
     def __init__(self, store: dist.Store, key: str) -> None:
         self._store, self._key = store, key

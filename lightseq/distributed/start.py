@@ -51,7 +51,7 @@ def init_distributed(timeout_seconds: float) -> Iterator[World]:
         torch.cuda.set_device(device)
     restarts = whole_number_in("TORCHELASTIC_RESTART_COUNT", 0) + RESTARTS_PER_ATTEMPT * attempt()
     timeout, launch = timedelta(seconds=timeout_seconds), launch_id() or uuid.uuid4().hex
-    memory_limit()  # refuses an invalid one before the ranks meet
+    memory_limit()  # refuses an invalid limit before the ranks meet
     world = World(rank, size, local_rank, local_size, device, restarts)
     with Watchdog(world, timeout_seconds / 2, stacks=None, phase=RENDEZVOUS) as watchdog, _waiting(world, watchdog):
         store = _store(timeout)

@@ -43,7 +43,7 @@ PHASES = (
     "samples",
     "saving",
     "end",
-)  # in order
+)  # in the order of a run
 SILENT_BEATS, SILENT_SECONDS = 5, 60.0  # more than a busy interpreter may lose
 START_OVER, LEAVING_SECONDS = "start over", 30.0  # key in the store; ranks leave together, or after this time
 # Messages of gloo, NCCL and sockets when a peer is gone.
@@ -51,7 +51,7 @@ PEER_GONE = re.compile(r"(?i:closed by peer|reset by peer|broken pipe|ncclRemote
 
 
 class RankNotResponding(Exception):
-    """Failure because another rank did not answer; the watchdog adds which rank, and why."""
+    """Error of a rank that waited in vain for another; the watchdog adds which, and why."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Watchdog:
                 self.connect(store or own_connection(dist.distributed_c10d._get_default_store(), world, phase))
 
     def connect(self, store: dist.Store) -> None:
-        """Takes a connection to the store for this watchdog alone, and starts the heartbeat."""
+        """Opens this watchdog's own connection to the store, and starts the heartbeat."""
         self._store = store
         self._publish(self._heartbeat(0))
         self._request_began = None
@@ -131,7 +131,7 @@ class Watchdog:
             self._store.add(SAID, 1)
 
     def start_over(self, memory_limit: float) -> NoReturn:
-        """Starts the command over on all ranks, which may then plan with so many bytes of a GPU. Never returns."""
+        """Starts the command over on all ranks, with a new limit of GPU bytes for plans. Never returns."""
         if self._store is None:
             start_over(self._world.launch, memory_limit)
         self._store.compare_set(START_OVER, "", str(memory_limit))
@@ -200,7 +200,7 @@ class Watchdog:
         while not store.check([f"leaves {rank}" for rank in range(self._world.size)]) and time.monotonic() < until:
             time.sleep(0.02)
         if self._world.is_main and not is_store_of_launcher():
-            time.sleep(0.5)  # the others have to read the store once more, which ends with this process
+            time.sleep(0.5)  # the store ends with this process: let the others read it once more
         start_over(self._world.launch, memory_limit)
 
     def _guard(self) -> None:
@@ -294,7 +294,7 @@ class Watchdog:
         exit_process(EXIT_STATUS)
 
     def _write_stacks(self, text: str, directory: Path) -> str:
-        """Writes the verdict, this rank's error and the stacks of its threads. Returns where they are."""
+        """Writes the verdict, this rank's error and the stacks of its threads. Returns their path."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with (directory / f"rank{self._world.rank}.txt").open("w") as file:
@@ -327,7 +327,7 @@ def stalled_ranks_message(beats: Sequence[Heartbeat], silent: Sequence[Heartbeat
 
 
 def own_connection(store: dist.Store, world: World, phase: str) -> dist.Store:
-    """Returns a second connection to the store, as the main thread may wait on the first, with keys of this restart."""
+    """Opens a second connection to the store, because the main thread may block the first. Keys are of this restart."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     own: dist.Store = store.clone()  # type: ignore[attr-defined]

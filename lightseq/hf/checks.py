@@ -125,7 +125,7 @@ class Checks:
             announce_pass(context, (local.shape[0], local.shape[1] * context.layout.world), model.training)
             state.announced = False
             find_gradient_factor(model, context, facts, kwargs.get("num_items_in_batch"))
-        if facts is not None and facts.shape == (FACTS,):  # wrappers that split a batch change the shape
+        if facts is not None and facts.shape == (FACTS,):  # wrappers that split the batch have changed the shape
             divisor, vocabulary = kwargs.get("num_items_in_batch"), vocabulary_size(transformers_model(model))
             compare_batches(context, facts, kwargs.get("labels"), divisor, vocabulary)
             if documents is not None:
@@ -165,7 +165,7 @@ class Checks:
             else next(x for name in ("input_ids", "inputs_embeds") if (x := kwargs.get(name)) is not None)
         )
         if ids.shape[1] * self._context.layout.world <= self._positions:
-            return  # no position can be beyond it; reading them would make the host wait
+            return  # all positions fit: skip reading them, which makes the host wait
         given = kwargs.get("position_ids")
         last = torch.tensor(ids.shape[1] - 1, device=ids.device) if given is None else given.max()
         dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self._context.group)
@@ -196,7 +196,7 @@ class Checks:
                 )
             return
         in_sequence = self._images.positions
-        if in_sequence is not None and positions.ndim == 3:  # the model's own, with an axis for each side of an image
+        if in_sequence is not None and positions.ndim == 3:  # the model's own, with axes of images
             positions = in_sequence
         shape = (documents is None, *positions.shape)
         if positions.is_cpu or shape not in self._shapes:  # reading a GPU tensor synchronizes

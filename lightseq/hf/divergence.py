@@ -28,10 +28,10 @@ def divergence(
 ) -> Tensor:  # fmt: skip
     """Returns the divergence of the student's next token from the teacher's at this rank's tokens, with gradients.
 
-    It is that of the whole distributions, (batch, local) float32, and 0 without a target. `kind` is `forward` for
+    The result is (batch, local) float32, over the whole vocabulary, and 0 without a target. `kind` is `forward` for
     KL(teacher, student), `reverse` for KL(student, teacher), or `jsd`, which `beta` weighs (`parts.divergence`).
-    Logits are divided by `temperature`, and those of neither model exist whole. `batch` and the use of the values are
-    as in `token_log_probs`.
+    `temperature` divides the logits, which never exist whole. `batch` and the use of the values are as in
+    `token_log_probs`.
 
     The student is enabled with `context`, the teacher by `enable_beside`, or by `enable` with a context of the same
     layout. The teacher runs first and without gradients. If its head's weight is gathered for its forward pass only, as
@@ -68,7 +68,7 @@ def check_vocabularies(student: PreTrainedModel, teacher: PreTrainedModel) -> No
 
 
 def _check_teacher(context: SequenceContext, teacher: PreTrainedModel) -> None:
-    """Raises ValueError unless a teacher's inputs are split as those of the student's context."""
+    """Raises ValueError unless the teacher's and the student's inputs are split in the same way."""
     name, record = type(teacher).__name__, record_of(teacher)
     if record is None:
         raise ValueError(f"the teacher ({name}) is not enabled; call hf.enable_beside(teacher, context)")
@@ -97,7 +97,7 @@ def _transform(model: PreTrainedModel, role: str) -> LogitTransform:
 def _run_teacher(
     teacher: nn.Module, inner: PreTrainedModel, batch: Mapping[str, Any], transform: LogitTransform
 ) -> HeadInput:
-    """Runs the teacher up to its head, and returns what makes its logits."""
+    """Runs the teacher up to its head. Returns the input and weights of the head."""
     head: Any = inner.get_output_embeddings()
     before, found = (head.weight, head.weight.numel()), list[HeadInput]()
 

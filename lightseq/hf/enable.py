@@ -170,7 +170,7 @@ def _shape(model: PreTrainedModel, config: AttentionConfig) -> AttentionShape:
 
 
 def _completed(config: AttentionConfig, model: PreTrainedModel, ranks: int) -> AttentionConfig:
-    """Returns a config with the device, dtype, windows and softcap of a model where they are left open."""
+    """Fills in device, dtype, windows and softcap from the model where the config leaves them open."""
     parameter = next(model.parameters())
     sizes = [reach.tokens for reach in layer_reaches(model.config) if reach is not None]
     return dataclasses.replace(
@@ -195,7 +195,7 @@ def _install(model: PreTrainedModel, record: EnabledModel) -> None:
         changes.replace_forward(rope, partial(_rope_forward, context))
     # First, because it finds mixers by their classes, which `fit` replaces.
     install_checks(model, record, length_dependent_rope=bool(ropes))
-    install_router_replay(decoder_layers(inner) or (), changes)  # None where a class names its layers otherwise
+    install_router_replay(decoder_layers(inner) or (), changes)  # None if the class has unknown names for its layers
     fit([text_decoder(inner)], Choices(reaches=reaches_of_masks(inner)), Ranks(sequence=context), changes)
 
 

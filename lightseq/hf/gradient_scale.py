@@ -17,7 +17,7 @@ from lightseq.hf.agreement import FACTS
 def find_gradient_factor(
     model: nn.Module, context: SequenceContext, facts: Tensor, num_items: Tensor | float | None
 ) -> None:
-    """Sets the factor of gradients with which a wrapper's average over ranks is the sum that a sequence needs.
+    """Sets the factor that turns a wrapper's average of gradients into the sum over a sequence's ranks.
 
     The ranks of a sequence are summed. Over several sequences DDP and FSDP2 then still average, as they do for plain
     models, unless the loss is divided by the targets of all sequences. All ranks of a wrapper agree on that, because a

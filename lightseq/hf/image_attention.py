@@ -1,7 +1,7 @@
 """Attention in which tokens of an image also see the later tokens of that image, as in Gemma 3.
 
-The causal part is that of all models. What it leaves out lies within an image, a few hundred tokens: it is computed on
-the rank of the query, and merged by log-sum-exp. Only images across the border of ranks are exchanged.
+The causal part is the same as in all models. The other pairs lie within an image of a few hundred tokens; they are
+computed on the rank of the query, and merged by log-sum-exp. Only images across the border of ranks are exchanged.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class ImageBlocks:
 def image_blocks(
     context: SequenceContext, is_image: Tensor, documents: Documents | None, boundaries: tuple[int, ...] | None
 ) -> ImageBlocks:
-    """Returns the blocks of a whole batch, of which `is_image` (batch, length) marks the image tokens."""
+    """Returns the image blocks of a whole batch. `is_image` (batch, length) marks the image tokens."""
     before = torch.nn.functional.pad(is_image, (1, 0))[:, :-1]
     if boundaries is not None:
         before[:, [start for start in boundaries if start < is_image.shape[1]]] = False
@@ -112,7 +112,7 @@ def image_attention_function(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Runs attention as `attention_function` does; with image blocks, their tokens also see later ones of their own."""
+    """Runs `attention_function`. With image blocks, image tokens also see later tokens of their image."""
     blocks = others.pop(IMAGE_BLOCKS, None)
     if blocks is None:
         return attention_function(module, query_BHSD, key_BKSD, value_BKSD, attention_mask, dropout, scaling, **others)
@@ -137,7 +137,7 @@ def _with_blocks(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Causal attention over ranks, and the later tokens of an image for its queries."""
+    """Causal attention over ranks, in which image queries also see their image's later tokens."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: ImageBlocks, options: tuple) -> Tensor:  # type: ignore[override]
@@ -203,7 +203,7 @@ def _of_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _pool(context: SequenceContext, x: Tensor, blocks: ImageBlocks) -> Tensor:
-    """Returns this rank's tokens, then those of blocks that several ranks hold, of all ranks."""
+    """Appends all ranks' tokens of blocks that several ranks hold to this rank's tokens."""
     own = x.flatten(0, 1)
     if not blocks.most:
         return own
@@ -215,7 +215,7 @@ def _pool(context: SequenceContext, x: Tensor, blocks: ImageBlocks) -> Tensor:
 
 
 def _add_pool(context: SequenceContext, gradient: Tensor, pool: Tensor, blocks: ImageBlocks) -> Tensor:
-    """Adds the gradients of a pool, on whichever rank they were computed, to those of this rank's tokens."""
+    """Sums the gradients of a pool over ranks, and adds them to the gradients of this rank's tokens."""
     local = gradient.shape[0] * gradient.shape[1]
     total = pool[:local]
     if blocks.most:

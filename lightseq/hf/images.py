@@ -1,4 +1,4 @@
-"""Images of a batch: a rank runs the encoders on those images whose tokens it holds, and keeps their features only.
+"""Images of a batch. A rank encodes only images with tokens on it, and keeps its tokens' features.
 
 The sum of all ranks' gradients of encoders and projector then is that of one process, without communication.
 """
@@ -35,7 +35,7 @@ from lightseq.parts.probes import sees_later_tokens_of_images
 from lightseq.sequence.documents import Documents
 
 LOCAL_IMAGES: Final = "local_images"  # key of `LocalImages` in a batch
-# Fields of a model's image features. Features of tokens are in the last two.
+# Fields of a model's image features. The last two hold features of tokens.
 FEATURE_FIELDS: Final = frozenset(
     {"last_hidden_state", "hidden_states", "attentions", "pooler_output", "deepstack_features"}
 )
@@ -47,11 +47,11 @@ _MODELS: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()
 class LocalImages:
     """Choice of the features that a rank keeps. Not a tensor, because model wrappers move tensors to the device."""
 
-    kept: Tensor  # int64 on the CPU: features of this rank's tokens, among those of the images that it runs
+    kept: Tensor  # int64 on the CPU: indices of this rank's features among the features of its images
     sizes: tuple[int, ...] | None  # features of each image that this rank runs; None if it runs all
-    total: int  # features of all of them
+    total: int  # number of features of all its images
     positions: Tensor  # positions of this rank's tokens in their document, int64 (batch or 1, local)
-    blocks: ImageBlocks | None  # for attention, where tokens of an image see later ones
+    blocks: ImageBlocks | None  # image blocks for attention with later tokens of an image
 
 
 class ImageFeatures:
@@ -62,7 +62,7 @@ class ImageFeatures:
         self._used = False
 
     def begin(self, kwargs: dict[str, Any]) -> None:
-        """Takes the images of a pass. Raises ValueError for images that `shard_batch` has not made."""
+        """Takes the images out of a pass's arguments. Raises ValueError for images that `shard_batch` has not split."""
         images, pixels = kwargs.pop(LOCAL_IMAGES, None), kwargs.get(PIXELS)
         if pixels is not None and images is None:
             raise ValueError(
@@ -85,7 +85,7 @@ class ImageFeatures:
         return None if self._images is None else self._images.positions
 
     def of_local_tokens(self, model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns what a model's `get_image_features` does, without the features of other ranks' tokens."""
+        """Runs a model's `get_image_features`, and drops the features of other ranks' tokens."""
         images, output = self._images, function(*args, **kwargs)
         if images is None:
             return output
@@ -103,7 +103,7 @@ class ImageFeatures:
 
 
 def install(model: PreTrainedModel, context: SequenceContext, changes: Changes) -> ImageFeatures:
-    """Lets a model with images keep the features of a rank's own tokens, and `shard_batch` find the model."""
+    """Makes a model keep only image features of this rank's tokens, and registers it for `shard_batch`."""
     features, part = ImageFeatures(), model.base_model
     if has_towers(model.config):
         if hasattr(part, "get_image_features"):
@@ -159,7 +159,7 @@ def local_images(
     """Returns the images that this rank runs, and position ids if the model has its own, as arguments of the model.
 
     A rank that holds no token of an image runs the smallest one and keeps nothing of it, so that FSDP2 and DDP see the
-    encoders run on every rank. `positions` are those of this rank's tokens in their documents.
+    encoders run on every rank. `positions` holds the positions of this rank's tokens in their documents.
     """
     images = _without_padding(model, images)
     is_image = (input_ids == model.config.image_token_id).cpu()
@@ -275,7 +275,7 @@ def _rope_positions(
 
 
 def _kept(features: Any, images: LocalImages, name: str) -> Any:
-    """Returns features of image tokens, a tensor or one per image, without those of other ranks."""
+    """Removes other ranks' features from a tensor of image tokens, or from one tensor per image."""
     if isinstance(features, Tensor):
         flat, per_image = features.reshape(-1, features.shape[-1]), features.ndim > 2
         sizes = (flat.shape[0] // len(features),) * len(features) if per_image else None

@@ -77,7 +77,7 @@ def check_context(context: SequenceContext, model: PreTrainedModel) -> None:
 
 
 def values_of_tokens(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Returns what a model computes in the place of its logits for this rank's tokens. Raises ValueError if rounded."""
+    """Runs the model and returns the values that replace its logits. Raises ValueError if they are rounded."""
     output = model(**without_labels(batch))  # the whole model, because FSDP2 gathers the head's weight in its hooks
     values: Tensor = output[0] if isinstance(output, tuple) else output.logits
     if _is_rounded(values):
@@ -115,7 +115,7 @@ def gather_tokens(
 def gather_padded_tokens(
     context: SequenceContext, values: Tensor, batch: Mapping[str, Any], gradient_factor: float = 1.0
 ) -> Tensor:
-    """Returns what `gather_tokens` does, with the padding at the end, and without waiting for the device."""
+    """Does the same as `gather_tokens`, but includes the padding and does not wait for the device."""
     documents = batch.get("documents")
     layout = context.layout if documents is None else documents.layout
     padded = values.shape[1] * layout.world
@@ -160,11 +160,10 @@ def shifted_labels(batch: Mapping[str, Any]) -> Tensor:
 def _log_probs_for_logits(
     model: PreTrainedModel, labels: Tensor, temperature: float, with_entropy: bool
 ) -> Iterator[None]:
-    """Lets the model return the labels' log-probabilities as its logits, computed in its head.
+    """Makes the model's head return the labels' log-probabilities instead of logits.
 
-    With entropies, the two are stacked in the last dimension.
-
-    A model that makes logits in another way than a known function of a linear's result makes them itself.
+    With entropies, the two are stacked in the last dimension. If the head is more than a linear and a known function,
+    the model computes its logits, and they are converted.
     """
     if (transform := known_logit_transform(model)) is not None:
 
@@ -198,7 +197,7 @@ def _log_probs_for_logits(
 def computing_in_head(
     model: PreTrainedModel, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ) -> Iterator[None]:
-    """Lets the model return `compute(hidden, weight, bias)` of its linear head as its logits."""
+    """Makes the model's linear head return `compute(hidden, weight, bias)` instead of logits."""
     replaced = ReplacedHead(model.get_output_embeddings(), compute)
     hook = model.register_forward_hook(  # before FSDP's, which may cast the output
         lambda _model, _args, output: _with_logits(output, replaced.result()), prepend=True

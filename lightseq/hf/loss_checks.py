@@ -18,7 +18,7 @@ from lightseq.parts.loss import log_probs_of_logits
 
 @torch.compiler.disable
 def check_labels(context: SequenceContext, model: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for labels that the model would shift inside a shard. Lets the loss function be checked."""
+    """Raises ValueError for labels that the model would shift inside a shard. Prepares the loss function's check."""
     state = context.forward_pass
     if state.outermost is not model:  # the wrapper around the model was checked
         return
@@ -56,7 +56,7 @@ def _sharded_loss(
 
 
 def _weighted_loss(weights: Tensor, loss_function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Returns the loss of `hf.shard_rows` in place of the mean. Raises ValueError for another loss than the usual."""
+    """Computes the weighted loss of `hf.shard_rows` instead of the mean. Raises ValueError for unusual losses."""
     if unwrap(loss_function) is not ForCausalLMLoss:
         raise ValueError(f"hf.shard_rows needs the loss ForCausalLMLoss, not {loss_function}; use hf.token_log_probs")
     logits = kwargs["logits"] if "logits" in kwargs else args[0]
@@ -71,7 +71,7 @@ def _record_loss(context: SequenceContext, loss: Tensor) -> None:
 
 @torch.compiler.disable
 def check_loss(context: SequenceContext, model: nn.Module, _args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    """Raises ValueError for a loss that is neither the loss function's result nor that plus the router loss."""
+    """Raises ValueError unless a loss is the loss function's result, with or without the router loss."""
     state = context.forward_pass
     if state.outermost is not model:
         return

@@ -26,7 +26,7 @@ KEEPS_BYTES: Final = Version("2.13")  # torch's FSDP2 casts bytes to `param_dtyp
 
 
 def check_quantized(model: nn.Module) -> None:
-    """Raises ValueError if a model trains and has frozen weights of torchao that pass no gradient, or may not."""
+    """Raises ValueError if a model that trains has torchao weights that may pass no gradient."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return
     for name, weight in _of_torchao(model):
@@ -38,7 +38,7 @@ def check_quantized(model: nn.Module) -> None:
 
 
 def skip_in_ddp(model: nn.Module, changes: Changes) -> None:
-    """Lets DDP leave out frozen weights of torchao, which it cannot send to other ranks; all have them from files."""
+    """Excludes torchao's frozen weights from DDP, which cannot broadcast them. All ranks load them from files."""
     if names := [name for name, _ in _of_torchao(model)]:
         before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         changes.set_attribute(model, "_ddp_params_and_buffers_to_ignore", [*before, *names])

@@ -1,4 +1,4 @@
-"""Router losses of an enabled model: those of the whole sequence, as shares that the ranks sum.
+"""Router losses of an enabled model over the whole sequence. Each rank computes a share.
 
 Models of transformers call the global function `load_balancing_loss_func` of their module. In its place stands a
 function that computes an enabled model's share, which it knows by the type of the logits, and passes other calls on.
@@ -21,16 +21,16 @@ RouterLoss = Callable[..., Tensor | int]
 
 
 class ShardedRouterLogits(tuple[Tensor, ...]):
-    """Logits of all routers for this rank's tokens, with what their loss needs beside them."""
+    """Logits of all routers for this rank's tokens, with the context of their loss."""
 
     context: SequenceContext
-    counted: Tensor | None  # how often one process would count a token, (batch, local); None: all once
+    counted: Tensor | None  # number of times that one process counts a token, (batch, local); None: once
 
 
 def install_router_loss(model: PreTrainedModel) -> None:
-    """Lets the modules of a model's code compute the router losses of enabled models over all ranks.
+    """Replaces the router loss in a model's modeling files. Enabled models then compute it over all ranks.
 
-    Nothing else changes in them, so the function stays when a model is disabled.
+    Other models are not affected, so the function stays when a model is disabled.
     """
     for namespace in router_loss_namespaces(model):
         share_router_loss(namespace)
@@ -45,7 +45,7 @@ def share_router_loss(namespace: dict[str, Any]) -> None:
 
 @torch.compiler.disable
 def mark_router_logits(context: SequenceContext, _base: nn.Module, _args: tuple, output: Any) -> None:
-    """Marks the router logits that the model without its head returns as those of a shard."""
+    """Marks the router logits of the headless model as a shard's."""
     logits = getattr(output, "router_logits", None)
     if isinstance(logits, tuple):
         sharded = ShardedRouterLogits(logits)
@@ -55,7 +55,7 @@ def mark_router_logits(context: SequenceContext, _base: nn.Module, _args: tuple,
 
 @torch.compiler.disable
 def unmark_router_logits(_model: nn.Module, _args: tuple, output: Any) -> None:
-    """Returns router logits as transformers does, in a plain tuple."""
+    """Converts router logits back to a plain tuple, as transformers returns them."""
     if isinstance(logits := getattr(output, "router_logits", None), ShardedRouterLogits):
         output.router_logits = tuple(logits)
 

@@ -105,7 +105,7 @@ def shard_batch(
 def _check_beside_trees(
     parents: Sequence[int] | None, labels: Tensor | None, images: Mapping[str, Tensor | None]
 ) -> None:
-    """Raises ValueError for what rows that share a prefix do not take."""
+    """Raises ValueError for inputs that trees do not support."""
     given = [name for name, x in images.items() if x is not None]
     if parents is not None and labels is not None:
         raise ValueError("labels of rows that share a prefix cannot be shifted; pass shift_labels or use hf.shard_rows")
@@ -137,7 +137,7 @@ def local_batch(
 def counted_tokens(
     group: SequenceGroup, input_ids: Tensor, attention_mask: Tensor | None, documents: Documents | None
 ) -> Tensor | None:
-    """Returns True for this rank's tokens that one process would count, (batch, local); None if all of them do.
+    """Marks this rank's tokens that one process would count, (batch, local). None: all.
 
     Masked tokens do not count, nor does the padding that a layout adds.
     """
@@ -182,7 +182,7 @@ def find_boundaries(
 
 
 def continued_positions(position_ids: Tensor | None, attention_mask: Tensor) -> Tensor | None:
-    """Lets positions count on over right padding, where transformers' collators write 0 or 1.
+    """Continues positions over right padding, where transformers' collators write 0 or 1.
 
     Positions of another shape than (batch, length) or (1, length) stay as they are.
     """
@@ -242,7 +242,7 @@ def _restarts(position_ids: Tensor, boundaries: tuple[int, ...]) -> bool:
 
 
 def shifted_labels(labels: Tensor, attention_mask: Tensor | None, boundaries: Sequence[int] | None) -> Tensor:
-    """Returns each token's target, the label of the next one. Masked tokens are none, nor are other documents'."""
+    """Shifts labels to the left by one. Masks targets that are masked tokens, or belong to the next document."""
     if attention_mask is not None:
         labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
     labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -290,7 +290,7 @@ def check_right_padding(
         masked_labels = ((there == 0) & (labels != IGNORE_INDEX)).sum()
     if shift_labels is not None and shift_labels.shape == there.shape:
         masked_labels = (without_masked(shift_labels, there) != shift_labels).sum()
-    # Together, because the host waits for a device.
+    # One transfer for all checks, because the host waits for the device.
     numbered = (attention_mask != there).any()
     facts = torch.stack([empty.int(), rises.int(), masked_labels.int(), numbered.int()])
     empty_row, not_right, masked, numbers_documents = facts.tolist()

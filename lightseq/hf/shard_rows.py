@@ -67,7 +67,7 @@ def shard_rows(
         weights=upload(context.sequence.shard(sums, documents=documents), target),
     )
     count = sum(int(np.count_nonzero(x)) for x in predicted)
-    batch[BATCH_FACTS][2] = count  # by which the model knows a divisor of the user's
+    batch[BATCH_FACTS][2] = count  # lets the model detect a divisor set by the user
     return batch | {
         "documents": replace(documents, rows=rows_of_trees),
         "num_items_in_batch": torch.full_like(batch["num_items_in_batch"], max(count, 1)),

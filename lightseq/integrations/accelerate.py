@@ -58,7 +58,7 @@ def prepare(
 
 
 def share_batches(accelerator: Accelerator, sequence_parallel_size: int | None) -> DeviceMesh | None:
-    """Lets neighbouring ranks get the same batches, and returns the mesh (data x sequence); None on one rank.
+    """Gives neighbouring ranks the same batches. Returns the mesh (data x sequence), None on one rank.
 
     Afterwards `gather_for_metrics` takes values of one rank per group, because all ranks of a group have the same.
     """
@@ -161,7 +161,7 @@ def _check_adapters(model: nn.Module) -> None:
 
 
 def _run_hooks_inside(model: nn.Module, inner: nn.Module, changes: Changes) -> None:
-    """Lets peft call the model inside, with its hooks; peft before 0.21 calls the model's forward."""
+    """Makes peft call the inner model with its hooks; peft before 0.21 calls only its forward."""
     for module in model.modules():
         if type(module).__module__.startswith("peft.tuners.") and getattr(module, "model", None) is inner:
             changes.replace_forward(module, _call_inside)
@@ -172,7 +172,7 @@ def _call_inside(tuner: Any, _forward: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _reduce_in_float32(accelerator: Accelerator) -> None:
-    """Lets FSDP2 sum gradients in float32 and return losses as they are; accelerate would round both to bfloat16."""
+    """Makes FSDP2 sum gradients in float32 and not cast losses; accelerate would round both to bfloat16."""
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     policy = getattr(plugin, "mixed_precision_policy", None)
     if isinstance(policy, MixedPrecisionPolicy):
@@ -186,13 +186,13 @@ def _ranks_per_host(mesh: DeviceMesh) -> int | None:
 
 
 def _gather_for_metrics(accelerator: Accelerator, size: int, input_data: Any, use_gather_object: bool = False) -> Any:
-    """Gathers as accelerate does, of every `size`-th rank."""
+    """Gathers metrics like accelerate, but from one rank of every group of `size`."""
     if use_gather_object or not _all_tensors(input_data):
         return _gather_objects(accelerator, size, input_data)
     ranks = accelerator.num_processes
 
     def one_per_group(data: Any) -> Any:
-        if size == ranks:  # one group, all of whose ranks have the same
+        if size == ranks:  # a single group: all ranks have the same data
             return recursively_apply(lambda x: torch.atleast_1d(x.detach()).clone(), data)
         return recursively_apply(partial(rows_of_every, size, ranks), type(accelerator).gather(accelerator, data))
 
@@ -212,7 +212,7 @@ def _all_tensors(data: Any) -> bool:
 
 
 def _gather_objects(accelerator: Accelerator, size: int, rows: Any) -> list[Any]:
-    """Returns the objects of every `size`-th rank in one list, without those that fill up the last batch."""
+    """Gathers objects of every `size`-th rank in one list, and drops the padding of the last batch."""
     gathered = objects_of_every(size, rows)
     state = accelerator.gradient_state
     return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
@@ -221,11 +221,11 @@ def _gather_objects(accelerator: Accelerator, size: int, rows: Any) -> list[Any]
 def _prepare_data_loader(
     accelerator: Accelerator, mesh: DeviceMesh, loader: DataLoader, *args: Any, **kwargs: Any
 ) -> DataLoader:
-    """Prepares a loader as accelerate does, whose workers draw the same numbers on ranks that share a sequence."""
+    """Prepares a loader like accelerate. Its workers draw the same numbers on ranks that share a sequence."""
     seed, group = loader.worker_init_fn, mesh.get_local_rank(DATA)
     if isinstance(seed, partial) and seed.func is seed_worker:  # Trainer's, with seeds of each rank
         loader.worker_init_fn = partial(seed, rank=group)
-    elif seed is None and loader.num_workers and group:  # the first group draws what one process does
+    elif seed is None and loader.num_workers and group:  # the first group draws the same numbers as one process
         loader.worker_init_fn = partial(seed_worker, num_workers=loader.num_workers, rank=group)
     prepared: Any = type(accelerator).prepare_data_loader(accelerator, loader, *args, **kwargs)
     if prepared is not loader:
@@ -242,7 +242,7 @@ def _begin_alike(begin: Callable[[], None], group: dist.ProcessGroup) -> None:
 
 
 def _prepare_model(accelerator: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Prepares a model as accelerate does. Outputs of a wrapper around it, such as DDP's, then have logits."""
+    """Prepares a model like accelerate. Adds logits to outputs of a wrapper such as DDP."""
     if accelerator.is_fsdp2:
         check_before_sharding(model)
     prepared: nn.Module = type(accelerator).prepare_model(accelerator, model, *args, **kwargs)
@@ -257,7 +257,7 @@ def _prepare_scheduler(accelerator: Accelerator, size: int, scheduler: Any) -> A
     """Prepares a scheduler that steps once per group of ranks; accelerate's steps once per rank."""
     prepared = type(accelerator).prepare_scheduler(accelerator, scheduler)
     if prepared.step_with_optimizer and not prepared.split_batches:
-        prepared.split_batches = True  # then one call is one step
+        prepared.split_batches = True  # so that one call is one step
         prepared.step = partial(_step_times, prepared, accelerator.num_processes // size)
     return prepared
 

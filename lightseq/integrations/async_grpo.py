@@ -11,7 +11,7 @@ from lightseq.integrations.trainer import SequenceParallel
 
 
 class RowsOfRanks(async_grpo_trainer.DataCollatorForRollout):
-    """TRL's collator, with the row of each group once for every rank of the group, because one is sent to each."""
+    """TRL's collator, which repeats each group's row for every rank of the group."""
 
     def __init__(self, *args: Any, ranks: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,7 +37,7 @@ class SequenceParallelAsync(SequenceParallel):
 
     def create_accelerator_and_postprocess(self) -> None:
         sends = self.args.accelerator_config
-        sends.dispatch_batches = False  # which SequenceParallel refuses, because ranks of a group get other rows
+        sends.dispatch_batches = False  # SequenceParallel refuses it, because ranks of a group would get different rows
         super().create_accelerator_and_postprocess()
         sends.dispatch_batches = self.accelerator.dataloader_config.dispatch_batches = True  # see `RowsOfRanks`
         if self._sequence_mesh is not None and self.args.max_inflight_tasks < 0:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 PLUGIN: Final = f"{__name__}.LightseqPlugin"
 TRAINERS: Final = "lightseq.integrations.axolotl_trainers"
-PREFERENCES: Final[Mapping[Any, str]] = dict.fromkeys(("dpo", "ipo"), f"{TRAINERS}.LightseqDPOTrainer")  # by `rl`
+PREFERENCES: Final[Mapping[Any, str]] = dict.fromkeys(("dpo", "ipo"), f"{TRAINERS}.LightseqDPOTrainer")  # keys: `rl`
 LORA_KERNELS: Final = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 ATTENTIONS: Final = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -41,7 +41,7 @@ def _is_other(*known: Any) -> Callable[[Any], bool]:
     return lambda value: value not in known
 
 
-# Keys whose values do not work with the plugin, and what to write instead.
+# Unsupported keys and values, and what to write instead.
 REFUSED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "context_parallel_size": (_above_one, "use lightseq_sequence_parallel_size in its place"),
     "sequence_parallel_degree": (_above_one, "use lightseq_sequence_parallel_size in its place"),
@@ -70,7 +70,7 @@ REFUSED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 
 
 class LightseqPlugin(BasePlugin):  # type: ignore[misc]
-    """Gives axolotl trainers that split every sequence over ranks, and counts ranks that share one as one."""
+    """Plugin with trainers that split every sequence over ranks, and count a group of ranks as one."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.LightseqArgs"

@@ -1,4 +1,4 @@
-"""axolotl's trainers with sequences split over ranks, which `integrations.axolotl` puts in the place of its own."""
+"""Sequence-parallel versions of axolotl's trainers, installed by `integrations.axolotl`."""
 
 from typing import Any
 

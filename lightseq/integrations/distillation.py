@@ -62,7 +62,7 @@ class SequenceParallelDistillation(SequenceParallel):
         return loss / divisor, entropy_sum.detach(), targets
 
     def _split(self, split: SplitModel, inputs: Mapping[str, Any]) -> tuple[SplitInputs, Tensor]:
-        """Returns this rank's part of a micro-batch, whose rows become one row, and the number of all targets."""
+        """Joins the rows of a micro-batch, and returns this rank's part and the number of all targets."""
         if "pixel_values" in inputs:
             raise ValueError("pixel_values: distillation over several ranks takes text only; leave images out")
         prompt, completion = inputs["prompt_ids"], inputs["completion_ids"]
@@ -82,7 +82,7 @@ class SequenceParallelDistillation(SequenceParallel):
 
 
 def _head_input(model: nn.Module, local: SplitInputs) -> HeadInput:
-    """Runs a base model on this rank's tokens, and returns what makes its logits."""
+    """Runs a base model on this rank's tokens. Returns the input of its head."""
     inner: Any = transformers_model(model)
     head, transform = inner.get_output_embeddings(), required_logit_transform(inner)
     hidden = headless(inner)(**local.options, **local.batch, use_cache=False).last_hidden_state

@@ -1,4 +1,4 @@
-"""TRL's DistillationTrainer with sequences split over ranks. In a file of its own, because TRL has it from 1.16 on."""
+"""TRL's DistillationTrainer with sequences split over ranks. A separate file, because TRL before 1.16 lacks it."""
 
 from lightseq.utils.versions import check_version
 

@@ -37,7 +37,7 @@ def _lazy_class(kind: Any) -> Any:
 
 
 class _LazyLogits:
-    """Mixin before an output class. All that a dictionary and a tuple offer counts logits; only reading gathers them.
+    """Mixin before an output class. Its mapping and tuple interfaces include logits, which are gathered only when read.
 
     Logits come where the output's class has them: after the loss, or after the routers' loss.
     """

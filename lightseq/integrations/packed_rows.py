@@ -129,7 +129,7 @@ def _depends_on_ids_alone(kwargs: dict[str, Any]) -> bool:
 
 
 def _as_trees(kwargs: dict[str, Any], places: Tensor, edges: Sequence[int]) -> tuple[dict[str, Any], PackedRows] | None:
-    """Returns what `pack_rows` does for trees, given places and edges of rows; None if they share few tokens."""
+    """Packs rows as trees, given their places and edges. Returns None if they share few tokens."""
     ids, labels = kwargs["input_ids"], kwargs["labels"]
     of_tokens, of_labels = torch.stack([ids.flatten()[places], labels.flatten()[places]]).cpu().numpy()
     shared = share_prefixes([of_tokens[a:b] for a, b in pairwise(edges)])
@@ -142,7 +142,7 @@ def _as_trees(kwargs: dict[str, Any], places: Tensor, edges: Sequence[int]) -> t
     if (chosen := kwargs.get(ROUTED_EXPERTS)) is not None:
         of_rows = chosen.flatten(0, 1)[places].cpu().numpy()
         if (merged := shared.merged([of_rows[a:b] for a, b in pairwise(edges)])) is None:
-            return None  # the rollout's server rounded differently in each row
+            return None  # routes differ: the server rounded differently in each row
         routes[ROUTED_EXPERTS] = upload(torch.from_numpy(merged), chosen.device)[None]
     in_trees, has_target = np.concatenate(shared.places), targets != IGNORE_INDEX
     row, of_trees, predicts = (upload(torch.from_numpy(x), ids.device) for x in (shared.ids, in_trees, has_target))

@@ -20,7 +20,7 @@ from lightseq.utils.logit_transform import LogitTransform
 
 @dataclass(frozen=True)
 class HeadInput:
-    """Input of an LM head whose logits may be wanted later, and the state in which the head got it."""
+    """Input of an LM head, stored so that logits can be computed later, and the head's state at that time."""
 
     hidden: Tensor
     weight: nn.Parameter

@@ -37,7 +37,7 @@ def micro_batches_of_update(trainer: Any) -> int:
 def shuffle_in_groups(
     shuffle: Callable[[Rows], Rows], rows_per_micro_batch: int, micro_batches: int, least_saved: float
 ) -> Callable[[Rows], Rows]:
-    """Returns a function that shuffles rows, and then groups those of an update by their prompts.
+    """Returns a function that shuffles rows, and then groups the rows of an update by prompt.
 
     Rows stay as they were shuffled if that saves a smaller share of their tokens than `least_saved`.
     """
@@ -65,7 +65,7 @@ def _prompts(ids: Tensor, mask: Tensor) -> list[tuple[int, ...]]:
 
 
 def _grouped(prompts: Sequence[tuple[int, ...]], rows_of_update: int) -> list[int]:
-    """Returns the rows of each update by their prompts. Those of most rows come first, so that micro-batches hold them.
+    """Groups the rows of each update by prompt. Larger groups come first, so that they fit into micro-batches.
 
     Prompts of as many rows keep the order in which they first occur.
     """

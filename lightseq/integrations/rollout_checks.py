@@ -49,7 +49,7 @@ def routes_of_rows(routes: Sequence[Any], attention_mask: Tensor) -> Tensor:
 
 
 def without_nan(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a reward function refuse NaN and infinity. None stands for no reward."""
+    """Wraps a reward function to refuse NaN and infinity. None means that a completion has no reward."""
     name = getattr(function, "__name__", type(function).__name__)
     if _is_async(function):
 
@@ -148,7 +148,7 @@ def _merged_lists(values: Sequence[Any], parts: Sequence[Any]) -> Any:
 
 
 def _merged_field(name: str, values: Sequence[Any], parts: Sequence[Any]) -> Any:
-    """Joins a field of a rollout. TRL gives each completion its item of a list, and all completions any other value."""
+    """Joins a field of a rollout. Lists have an item per completion; other values hold for all completions."""
     given = [value for value in values if value is not None]
     if name != ROUTED_EXPERTS and not any(isinstance(value, list) for value in given):
         return given[0] if given else None

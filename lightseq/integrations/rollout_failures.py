@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-REQUIRED: Final = ("prompt_ids", "completion_ids", "logprobs")  # in a server's answer
+REQUIRED: Final = ("prompt_ids", "completion_ids", "logprobs")  # fields of a server's answer
 FIELDS: Final = (*REQUIRED, "logprob_token_ids")
 
 
@@ -21,7 +21,7 @@ class SharedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """An error in the place of a rank's or a server's values. Every rank that reads it raises the error."""
+    """Error that replaces the values of a rank or server. Every rank that reads it raises the error."""
 
     text: str
 
@@ -103,7 +103,7 @@ class CheckedClient:
             pass
 
     def reset_prefix_cache(self) -> None:
-        """Lets the server forget what it computed with former weights."""
+        """Clears the server's cache of results with older weights."""
         self._attempt(self._client.reset_prefix_cache)
 
     def image_features(self, images: Sequence[Any], **options: Any) -> Any:
@@ -111,7 +111,7 @@ class CheckedClient:
         return self._attempt(self._client.image_features, images, **options) or [None] * len(images)
 
     def generate(self, prompts: Sequence[Any], n: int = 1, **options: Any) -> Any:
-        """Returns n completions of each prompt, or a failure in the place of each of their fields."""
+        """Returns n completions of each prompt. After a failure, each field is a `Failure`."""
         found = self._attempt(self._generate, prompts=prompts, n=n, **options)
         if self.error is None:
             return found

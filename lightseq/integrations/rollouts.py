@@ -28,7 +28,7 @@ from lightseq.integrations.split_model import split_model_of
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.sequence.shared_prefixes import LEAST_SAVED
 
-# What GRPO's `_generate` returns.
+# Names of the values that GRPO's `_generate` returns.
 ROLLOUT: Final = (
     *("prompt_ids", "completion_ids", "tool_mask", "completions", "logprobs", "extra_fields", "images", "tool_images"),
 )
@@ -49,7 +49,7 @@ class SharedRollouts:
     vllm_generation: Any
     _sequence_mesh: DeviceMesh | None
     _generations = 0  # calls so far, which sample from different seeds
-    _routes: Any = None  # the experts that the rollout of the running pass has chosen, or its micro-batch of them
+    _routes: Any = None  # experts chosen by the current rollout, or by its micro-batch
 
     def _set_up_rollouts(self) -> None:
         """Adapts a trainer that generates to groups of ranks, after its constructor. Does nothing for others."""
@@ -96,13 +96,13 @@ class SharedRollouts:
             return super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """Also lets a subclass that scores completions see groups. Completions of a prompt meet in a micro-batch."""
+        """Runs with groups as processes, for subclasses that score completions. Groups rows by prompt."""
         with self._as_groups(), self._grouping_rows():
             return super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
     def _grouping_rows(self) -> Iterator[None]:
-        """Lets the trainer group the rows of an update by their prompts, where prompts are shared."""
+        """Makes the trainer group the rows of an update by prompt, if prompts are shared."""
         split = None if self._sequence_mesh is None else split_model_of(self.model)
         if split is None or not generates(type(self)) or not split.shares_prefixes:
             yield
@@ -135,7 +135,7 @@ class SharedRollouts:
     def _get_per_token_logps_and_entropies(
         self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Lets layers take the experts of the rollout, in the model that is trained."""
+        """Replays the rollout's experts in the trained model."""
         split = split_model_of(self.model)
         call: Any = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         if self._routes is None or split is None or split_model_of(model) is not split:
@@ -155,7 +155,7 @@ class SharedRollouts:
 
     @contextmanager
     def _as_groups(self) -> Iterator[None]:
-        """Lets a trainer of rollouts see an accelerator of groups."""
+        """Replaces a rollout trainer's accelerator by its view of groups inside the block."""
         if (
             self._sequence_mesh is None
             or not self._trains_on_rollouts()
@@ -199,7 +199,7 @@ class SharedRollouts:
         return self._checked(merged(parts))
 
     def _generate_alike(self, prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """Generates all completions on every rank of a group, and returns those of its first rank.
+        """Generates all completions on every rank of a group. Returns the first rank's.
 
         A server is asked once for each group, because its client sees the group as one process.
         """
@@ -220,7 +220,7 @@ class SharedRollouts:
         return self._checked(found[0])
 
     def _checked(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns what a trainer generated, and remembers the experts that a rollout of GRPO has chosen.
+        """Checks a trainer's generation, and stores the experts that a rollout of GRPO has chosen.
 
         Raises ValueError for a rollout whose values have other lengths than its completions.
         """
@@ -232,7 +232,7 @@ class SharedRollouts:
         return found
 
     def _without_routes(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Raises ValueError for a rollout with experts, which layers on one rank for each sequence do not take."""
+        """Raises ValueError for a rollout with experts, because replay needs sequences split over ranks."""
         if len(found) == len(ROLLOUT) and ROUTED_EXPERTS in dict(zip(ROLLOUT, found, strict=True))["extra_fields"]:
             raise ValueError(
                 f"rollout_func returned {ROUTED_EXPERTS}, which needs sequence_parallel_size > 1; leave them out"
@@ -290,7 +290,7 @@ def _module_of(kind: type) -> Any:
 
 @contextmanager
 def replaced(names: dict[str, Any], **values: Any) -> Iterator[None]:
-    """Gives names of a module or an object other values; names that are not there stay away."""
+    """Replaces attributes of a module or an object inside the block. Ignores names that it lacks."""
     before = {name: names[name] for name in values if name in names}
     names.update({name: values[name] for name in before})
     try:
@@ -301,7 +301,7 @@ def replaced(names: dict[str, Any], **values: Any) -> Iterator[None]:
 
 @contextmanager
 def _drawing(*key: int) -> Iterator[None]:
-    """Draws samples from a seed that follows from the key, and then goes on with the random numbers of before.
+    """Seeds the random generators from the key inside the block, and restores their states afterwards.
 
     A rollout function may draw from Python's and NumPy's generators, too.
     """
@@ -310,4 +310,4 @@ def _drawing(*key: int) -> Iterator[None]:
     try:
         yield
     finally:
-        set_random_states(before)  # those of GPUs differ between ranks anyway
+        set_random_states(before)  # GPU states differ between ranks anyway

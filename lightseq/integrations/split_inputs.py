@@ -1,4 +1,4 @@
-"""Inputs of one pass: a trainer gives the whole batch to every rank, and each rank takes its own tokens of it."""
+"""Split of a trainer's whole batch into each rank's inputs of one pass."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,7 +41,7 @@ class SplitInputs:
     options: dict[str, Any]
     labels: Tensor | None  # this rank's, shifted
     divisor: Tensor | None  # the number of valid tokens, which divides the loss
-    shifted_here: bool  # from labels, as TRL does; per-token values then end one token earlier
+    shifted_here: bool  # we shift labels, as TRL does; per-token values then end one token earlier
     length: int  # tokens of the batch or of its packed row, before padding
     has_router_loss: bool
     packed: PackedRows | None  # the batch was packed into one row
@@ -61,7 +61,7 @@ def split_inputs(
     packs_rows: bool,
     shares_prefixes: bool = False,
 ) -> SplitInputs:
-    """Returns this rank's part of the arguments of a model. Raises ValueError for those that cannot be split.
+    """Returns this rank's part of a model's arguments. Raises ValueError for arguments that cannot be split.
 
     Rows are padded to `pad_to` tokens, if given. `keeps_targets` leaves the first token of a document a target.
     `packs_rows` lets the rows of a padded batch be documents of one row, `shares_prefixes` trees of one.

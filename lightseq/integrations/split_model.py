@@ -22,19 +22,19 @@ SPLIT_MODEL: Final = "lightseq_split_model"  # attribute of the transformers mod
 
 @dataclass(frozen=True)
 class TrainerBatches:
-    """Batches of a trainer, and what it computes of them. The defaults are those of a loop with accelerate."""
+    """Properties of a trainer's batches and loss. The defaults fit a loop with accelerate."""
 
     keeps_targets: bool = False  # first tokens of documents stay targets, because the trainer has counted them
     pad_to: int | None = None  # tokens of every packed row, so that compiled layers see one length
     weighs_tokens_equally: bool = False  # the loss is the mean over all tokens (see `parts.token_metrics`)
-    packs_rows: bool = False  # prompts padded on the left, with completions, become documents of one row
+    packs_rows: bool = False  # left-padded prompts with their completions become documents of one row
     shares_prefixes: bool = False  # rows that begin alike become trees of one row, even if others stay padded
     # Our head computes what TRL's is asked for, in all models of the trainer: two heads would round differently.
     own_head: bool = False
 
 
 class SplitModel:
-    """An enabled model that takes whole batches. Its hooks split them, and gather what the model returns.
+    """An enabled model that takes whole batches. Its hooks split batches, and gather outputs.
 
     Gradients are right where the reduction over all ranks averages them, as DDP and FSDP do: gradients of a rank's
     tokens are multiplied by the ranks of its group.
@@ -53,7 +53,7 @@ class SplitModel:
         record.changes.call_later(self.remove)
 
     def configure(self, batches: TrainerBatches) -> None:
-        """Takes what a trainer knows of its batches and loss."""
+        """Sets the properties of a trainer's batches and loss."""
 
     @property
     def shares_prefixes(self) -> bool:
@@ -62,7 +62,7 @@ class SplitModel:
 
     @contextmanager
     def replaying(self, routed_experts: Tensor) -> Iterator[None]:
-        """Lets the passes inside take the experts of these rows, (batch, length, layers, experts of a token)."""
+        """Replays the experts of these rows inside the block, (batch, length, layers, experts of a token)."""
         self._routes = routed_experts
         try:
             yield
@@ -77,16 +77,16 @@ class SplitModel:
         return taken
 
     def watch(self, outermost: nn.Module) -> None:
-        """Prepares a module around the model, such as DDP's, for what the model returns."""
+        """Prepares a module around the model, such as DDP, for the model's lazy outputs."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Lets the model compute as it does without lightseq, on whole sequences of its own rank, to generate."""
+        """Runs the plain model inside the block, on whole sequences of each rank, to generate."""
         with self._changes.paused(), self.record.changes.paused():
             yield
 
     def change_layers(self, recompute: bool, compile_each: bool) -> None:
-        """Lets layers recompute all but attention, and compiles each. A second call changes nothing."""
+        """Checkpoints everything but attention in each layer, and compiles it. A second call changes nothing."""
         layers: Any = decoder_layers(self.model)
         if self._layers_are_changed:
             return
@@ -111,7 +111,7 @@ class SplitModel:
         return whole if inputs.packed is None else inputs.packed.unpack(whole)
 
     def sum(self, share: Tensor) -> Tensor:
-        """Returns the sum of the shares of all ranks that share a sequence, on each of them."""
+        """Sums shares over the ranks of a sequence. Returns the sum on every rank."""
         return hf.sum_over_ranks(self.context, share, gradient_factor=self._ranks)
 
 

@@ -27,7 +27,7 @@ from lightseq.utils.versions import check_version
 
 OLDEST_TRANSFORMERS = "5.16.1"
 OLDEST_TRL = dict.fromkeys(("SFTTrainer", "DPOTrainer"), "1.9")
-TRL_TRAINERS = (  # which work; see the tests
+TRL_TRAINERS = (  # tested trainers
     *(*OLDEST_TRL, "KTOTrainer", "ORPOTrainer", "CPOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer"),
 )
 OLDEST_OF_OTHERS = {"transformers": "5.19", "trl": "1.16"}
@@ -49,7 +49,7 @@ class SequenceParallel(SharedRollouts):
     model: Any
     model_wrapped: Any
     is_fsdp_enabled: bool
-    own_trl_trainers: tuple[str, ...] = ()  # those of TRL's trainers that a subclass of this mixin makes work
+    own_trl_trainers: tuple[str, ...] = ()  # trainers of TRL that this subclass supports
     _ranks_count_once = True
 
     def __init__(
@@ -142,7 +142,7 @@ class SequenceParallel(SharedRollouts):
     def _split_line(self, whole: SplitModel) -> str:
         """Describes how sequences are split, because nothing else in a trainer's output shows it."""
         ranks, context = self._ranks_per_batch, whole.context
-        groups = self.accelerator.num_processes // ranks  # which train batches of their own
+        groups = self.accelerator.num_processes // ranks  # each group trains on other batches
         how = f"schedule {context.schedule.name}, kernel {context.selection.kernel.name}"
         return (
             f"lightseq: {ranks} ranks share each sequence (groups: {groups}); {how}, transport {context.transport.name}"

@@ -9,12 +9,12 @@ import numpy as np
 from lightseq.schedule.nodes import ROOT, Nodes
 
 QUERY_EDGES, KEY_EDGES, KEYS = "tree_cu_seqlens_q", "tree_cu_seqlens_k", "tree_kv_index"
-# Arguments that TRL's attention gets for a trie, and the positions, which are depths in it.
+# Arguments of TRL's attention for a trie, and positions, which are depths.
 TREE_ARGUMENTS: Final = (QUERY_EDGES, KEY_EDGES, KEYS, "tree_max_seqlen_q", "tree_max_seqlen_k")
 
 
 def unpack_tree_row(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a model with nodes in the place of TRL's arguments for a trie.
+    """Replaces TRL's arguments for a trie by nodes in the arguments of a model.
 
     Raises ValueError for a batch of several rows. Waits for the device, which has TRL's arguments.
     """

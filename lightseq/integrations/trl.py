@@ -43,4 +43,4 @@ class SequenceParallelRLOOTrainer(SequenceParallel, RLOOTrainer):
 
 
 class SequenceParallelRewardTrainer(SequenceParallel, _ChecksTemplate, RewardTrainer):
-    """TRL's RewardTrainer with sequences split over ranks; the score of a row's last token lies on one of them."""
+    """TRL's RewardTrainer with sequences split over ranks. One rank has the score of a row's last token."""

@@ -1,4 +1,4 @@
-"""Heads that TRL gives a model, recognized by the function that stands in the place of the model's forward."""
+"""Heads that TRL gives a model, recognized by the function that replaces the model's forward."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class TrlHead:
 
 
 def trl_head_of(model: PreTrainedModel) -> TrlHead | None:
-    """Returns what TRL's head in a model computes; None without one, or if another version of TRL made it."""
+    """Returns the settings of a model's TRL head; None without one, or for unknown versions of TRL."""
     function = next((one for one in _forwards(model) if _written_as(one) == TRL_FUNCTION), None)
     if function is None:
         return None
@@ -63,7 +63,7 @@ def _forwards(model: PreTrainedModel) -> Iterator[Any]:
 
 
 def _written_as(function: Any) -> tuple[str | None, str | None]:
-    """Returns the module and name of a function's code. Its `__module__` may be of the function that it stands for."""
+    """Returns the module and name of a function's code, because `__module__` may be copied from a wrapped function."""
     return getattr(function, "__globals__", {}).get("__name__"), _code_name(function)
 
 

@@ -20,7 +20,7 @@ def _zero(*_args: Any, **_kwargs: Any) -> int:
     return 0
 
 
-MODULE = SimpleNamespace(  # what verl calls of torch.cuda
+MODULE = SimpleNamespace(  # functions of torch.cuda that verl calls
     current_device=_zero,
     device_count=lambda: 1,
     empty_cache=_nothing,

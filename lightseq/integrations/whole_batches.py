@@ -95,7 +95,7 @@ class WholeBatches(SplitModel):
         self.watch(model)
 
     def configure(self, batches: TrainerBatches) -> None:
-        """Takes what a trainer knows of its batches and loss."""
+        """Sets the properties of a trainer's batches and loss."""
         self._batches = batches
 
     @property
@@ -103,7 +103,7 @@ class WholeBatches(SplitModel):
         return self._batches.shares_prefixes
 
     def watch(self, outermost: nn.Module) -> None:
-        """Lets outputs of a module around the model, such as DDP's, have logits; inside it they have none.
+        """Adds logits to outputs of a module around the model, such as DDP; outputs inside it have none.
 
         Wrappers look at all tensors of an output, which would gather the logits of every pass.
         """
@@ -136,7 +136,7 @@ class WholeBatches(SplitModel):
             return (), inputs
         if inputs.get("fused_lm_head"):
             check_trl_reads_all(self.model, self._configured_logit_transform)
-            share_router_loss(vars(modeling_mixtral))  # whose function TRL's fused head calls
+            share_router_loss(vars(modeling_mixtral))  # TRL's fused head calls Mixtral's function
             asked = trl_head_of(self.model)
             head = (
                 self._pass_head(local.labels, asked.temperature)
@@ -158,7 +158,7 @@ class WholeBatches(SplitModel):
             self._replace_head(this, head, head.loss_sum)
             if not local.has_router_loss:
                 return (), inputs
-            self._replace_loss_function(this)  # to whose result the model adds its router loss
+            self._replace_loss_function(this)  # the model adds its router loss to the result
         labels = {"labels": local.labels, "shift_labels": local.labels, "num_items_in_batch": local.nonzero_divisor}
         return (), inputs | labels
 
@@ -178,7 +178,7 @@ class WholeBatches(SplitModel):
         this.changes.call_later(this.replaced.restore)
 
     def _replace_loss_function(self, this: _Pass) -> None:
-        """Lets the model's loss function return this rank's share of the loss, which the head computes."""
+        """Makes the model's loss function return this rank's share of the loss, which the head computes."""
 
         def share(*_args: Any, **_kwargs: Any) -> Tensor:
             assert this.replaced is not None and this.inputs.nonzero_divisor is not None
@@ -289,10 +289,10 @@ class WholeBatches(SplitModel):
     def _gather_metrics(
         self, log_probs: Tensor, metrics: TokenMetrics, output: Any, inputs: SplitInputs
     ) -> TokenOutput:
-        """Returns what TRL's fused head would, from token metrics (batch, local) of this rank."""
+        """Returns the outputs of TRL's fused head, from token metrics (batch, local) of this rank."""
         assert inputs.labels is not None and inputs.nonzero_divisor is not None
         mask = (inputs.labels != IGNORE_INDEX).to(log_probs.dtype)
-        # Entropies come apart, so that they get no gradient where no loss reads them.
+        # Separate outputs, so that entropies get no gradient if no loss reads them.
         values = self._in_order(torch.stack([log_probs, metrics.hits, mask], -1), inputs)
         entropy = self._in_order(metrics.entropy, inputs)
         if inputs.shifted_here:  # nothing follows the last token

@@ -11,7 +11,7 @@ from lightseq.integrations.split_model import SplitModel
 from lightseq.models.decoder import headless, transformers_model
 
 SCORES: Final = ("score", "classifier")  # names in transformers of the linear that scores each token
-NOT_READ: Final = ("use_cache", "margin")  # by the model: TRL passes it all that its collator returns
+NOT_READ: Final = ("use_cache", "margin")  # arguments that TRL's collator returns and the model ignores
 
 
 class WholeScores(SplitModel):
@@ -44,7 +44,7 @@ class WholeScores(SplitModel):
 
     @torch.compiler.disable
     def _gather(self, _score: nn.Module, _args: tuple[Any, ...], scores: Tensor | None) -> Tensor | None:
-        """Replaces the scores of a rank's tokens by those of the whole batch. After an exception, there are none."""
+        """Replaces the scores of a rank's tokens by the whole batch's scores. Does nothing after an exception."""
         inputs, self._inputs = self._inputs, None
         return scores if inputs is None or scores is None else self._in_order(scores, inputs)
 

@@ -1,1 +1,1 @@
-"""Kernels: `attention/` computes one tile of attention, `fused/` holds Triton kernels for what stands around it."""
+"""Kernels: `attention/` computes one tile of attention, `fused/` holds Triton kernels for the work around it."""

@@ -1,4 +1,4 @@
-"""Choices of experts that a recomputed layer makes again, so that its router chooses as in the forward pass."""
+"""Storage of a router's choices, so that a recomputed layer uses the same experts as in the forward pass."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ CHOICE_OPS: Final = (torch.ops.aten.topk.default,)  # for checkpointing policies
 
 
 def choice_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Returns contexts of a layer's forward pass, which stores what `torch.topk` chooses, and of its recomputation."""
+    """Returns a context that stores the choices of `torch.topk` in the forward pass, and one that replays them."""
     indices: deque[Tensor] = deque()
     return _Choices(indices, recomputing=False), _Choices(indices, recomputing=True)
 
 
 class _Choices(TorchFunctionMode):
-    """Replaces `torch.topk` by its indices, computed or stored, and the values there.
+    """Mode that replaces `torch.topk` by gathering at indices, which are computed or stored.
 
     Both passes then save the same tensors, which torch's checkpoint requires.
     """

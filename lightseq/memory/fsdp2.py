@@ -83,9 +83,9 @@ class ReduceScatterIntoSharedPool(DefaultReduceScatter):
 
 
 def forget_forward_passes(root: Any) -> None:
-    """Lets FSDP2 forget each forward pass of a model that never runs backward.
+    """Clears FSDP2's record of forward passes, for a model that never runs backward.
 
-    FSDP2 notes the order of units for the prefetch of the backward pass, and would note them for ever.
+    FSDP2 records the order of units to prefetch in the backward pass; without one, the record grows for ever.
     """
 
     def forget(*_: Any) -> None:

@@ -285,7 +285,7 @@ class Offload:
 
 
 def _copied_weights(layer: nn.Module) -> set[torch.Size]:
-    """Returns the shapes of the weights that a layer casts or gathers by itself: a rank's experts."""
+    """Returns the shapes of weights that a layer casts or gathers outside FSDP2: a rank's experts."""
     experts = [p for p in layer.parameters() if isinstance(p, DTensor) and p.ndim == 3]
     return {torch.Size((len(p) // p.device_mesh.size(0), *p.shape[1:])) for p in experts}
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD = "keep", "offload", "recompute", "recompute_offload"
 OFFLOADED, RECOMPUTED = (OFFLOAD, RECOMPUTE_OFFLOAD), (RECOMPUTE, RECOMPUTE_OFFLOAD)
 ACTIONS = (OFFLOAD, RECOMPUTE_OFFLOAD, RECOMPUTE, KEEP)  # from first to last layer: the first are needed last
-MAX_SPANS = 4  # runs of layers with one action that a line of text lists
+MAX_SPANS = 4  # most runs of layers that a line of text lists
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def place(
     hidden_by = layer_seconds if in_flight > 1 else (0.0, 0.0)
     strides = _strides(costs, candidates, hidden_by)
     host, seconds = np.zeros_like(device), np.zeros_like(device)
-    for (cost, action), before in sums.kinds.items():  # layers of one cost before each layer
+    for (cost, action), before in sums.kinds.items():  # number of layers with this cost before each layer
         count = before[spans[action][1]] - before[spans[action][0]]
         host += count * cost.host_bytes
         seconds += count * (cost.seconds + _exposed_seconds(cost.copy_seconds, strides, hidden_by))
@@ -165,7 +165,7 @@ def _strides(costs: Costs, candidates: _Candidates, layer_seconds: Sequence[floa
 def _exposed_seconds(copy: float, strides: NDArray[Any], layer_seconds: Sequence[float]) -> Any:
     """Returns the seconds of an offloaded layer's copies, in both directions, that no compute hides.
 
-    Distances are whole numbers: where a stride lies between two of them, it is the mean of these.
+    Single distances are whole numbers; a stride is their mean.
     """
     short = np.floor(strides)
     return sum(

@@ -27,7 +27,7 @@ AGAIN: Final = "download it again, or give a version in 16 bits"
 
 
 def format_of(settings: Any) -> str | None:
-    """Returns what a config's `quantization_config` of bitsandbytes stores, such as "nf4"; None for other methods."""
+    """Returns the format in a `quantization_config` of bitsandbytes, such as "nf4"; None for other methods."""
     if not isinstance(settings, Mapping) or settings.get("quant_method", METHOD) != METHOD:
         return None
     if settings.get("load_in_4bit", settings.get("_load_in_4bit")):
@@ -90,7 +90,7 @@ class FourBitSlice(PackedSlice):
         return PackedWeight(raw, self._shape, getattr(torch, self._dtype), self._shape)
 
     def _check(self, raw: Nf4Bytes) -> None:
-        """Raises ValueError for tables or sizes that are not those of NF4."""
+        """Raises ValueError for tables or sizes that differ from NF4's."""
         from bitsandbytes.functional import get_4bit_type
 
         elements = prod(self._shape)

@@ -28,7 +28,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
     Raises ValueError for a type of model that generates no text.
     """
-    # Mistral 4, a model of text, is only among those with images.
+    # transformers lists Mistral 4, a text model, only among models with images.
     mappings = [AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping]
     if has_towers(config):  # the class of the causal models may take only the config of the text inside
         mappings.reverse()
@@ -136,7 +136,7 @@ def _passed_by_text(kind: Any, settings: str) -> tuple[str, ...]:
 
 
 def _remove_beside(module: nn.Module, kept: set[int]) -> None:
-    """Removes the parameters, buffers and children of a module that holds the kept ones, except those on the way."""
+    """Removes a module's parameters, buffers and children that are not on the path to kept modules."""
     for name in [*module._parameters]:
         module._parameters[name] = None
     for name, child in module.named_children():

@@ -10,22 +10,22 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# Names in configs of tokens whose embeddings an encoder replaces, and of those at their start and end.
+# Config names of placeholder tokens for encoders' features, and of tokens at their start and end.
 PLACEHOLDER: Final = re.compile(r"((image|video|audio|vision)(_start|_end|_bos|_eos)?|[be]o[ia])_token_(id|index)")
 
 LAYERS: Final = ("layers", "h")  # names of the list of layers in transformers' decoders
-POSITIONS: Final = re.compile(r"pos|wpe$")  # in the names of tables of positions
+POSITIONS: Final = re.compile(r"pos|wpe$")  # matches names of position tables
 # Names of the norm after them.
 NORMS: Final = ("norm", "final_norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 
 
 def text_config(config: PreTrainedConfig) -> Any:
-    """Returns the config of the text decoder, which is inside that of a model with images or audio."""
+    """Returns the config of the text decoder, which models with images or audio nest in theirs."""
     return config.get_text_config(decoder=True)
 
 
 def has_towers(config: PreTrainedConfig) -> bool:
-    """Returns whether a config's model has other inputs than text, and so encoders beside its text decoder."""
+    """Returns whether a config's model has encoders for other inputs than text."""
     return text_config(config) is not config
 
 
@@ -153,7 +153,7 @@ def _child(module: Any, names: Sequence[str]) -> nn.Module | None:
 
 
 def ties_embeddings(model: PreTrainedModel) -> bool:
-    """Returns whether the head's weight is that of the input embeddings."""
+    """Returns whether the head's weight is tied to the input embeddings."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 

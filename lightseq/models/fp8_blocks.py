@@ -1,7 +1,7 @@
 """Weights in FP8 (e4m3) with a scale for each block of 128 x 128 elements, as DeepSeek and Qwen publish them.
 
 The tensor of a weight's name holds the codes. A tensor of a longer name holds the scales, by which they are multiplied.
-Both are read as they are, and never written.
+Both are read without conversion, and never written.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -96,7 +96,7 @@ def _(
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> PackedWeight:
-    """Allocates a weight, a matrix or stacked ones."""
+    """Allocates a weight: one matrix, or several stacked."""
     codes = torch.empty(shape.numel(), dtype=torch.uint8, device=device)
     return PackedWeight(Fp8Bytes(codes, torch.empty(_blocks(shape), device=device)), shape, dtype, shape)
 
@@ -139,7 +139,7 @@ class Fp8Slice(PackedSlice):
 
 
 def format_of(settings: Any) -> str | None:
-    """Returns "fp8" for a `quantization_config` that is read, and what differs for others of FP8; None if not FP8."""
+    """Returns "fp8" for a `quantization_config` that is supported, else what differs; None if it is not FP8."""
     if not isinstance(settings, Mapping) or settings.get("quant_method") != METHOD:
         return None
     if (block := settings.get("weight_block_size", [BLOCK, BLOCK])) not in ([BLOCK, BLOCK], (BLOCK, BLOCK)):

@@ -1,4 +1,4 @@
-"""Bytes of NF4 (QLoRA, arXiv 2305.14314) as bitsandbytes has them: made of a dense weight, and made dense again.
+"""Quantization to and from bitsandbytes' NF4 (QLoRA, arXiv 2305.14314).
 
 Every 64 elements share a scale. With double quantization, scales have 8 bits, and every 256 of them share a float32
 scale. Their mean is the offset of the whole weight: a matrix, or the matrices of stacked experts.
@@ -23,7 +23,7 @@ SCALE: Final = torch.float32
 class Nf4Bytes(PackedBytes):
     """Bytes in NF4. Codes hold two elements each."""
 
-    # Scales are uint8, of blocks: a byte each, or the four of a float32 without double quantization.
+    # `scales` is uint8: one byte per block, or without double quantization the four bytes of a float32.
     nested: Tensor  # float32, of NESTED_BLOCK scales each, for the whole matrix; empty without double quantization
     offset: Tensor  # float32 without dims, added to every scale
 
@@ -40,7 +40,7 @@ class Nf4Bytes(PackedBytes):
 
     @classmethod
     def quantize(cls, dense: Tensor) -> "Nf4Bytes":
-        """Returns a dense weight in four bits, with double quantization. Raises ValueError as `empty` does."""
+        """Quantizes a dense weight to four bits, with double quantization. Raises ValueError like `empty`."""
         from bitsandbytes.functional import quantize_4bit
 
         check_rows(dense.shape)
@@ -49,17 +49,17 @@ class Nf4Bytes(PackedBytes):
 
 
 def scale_bytes(elements: int, double: bool) -> int:
-    """Returns the bytes of the scales of whole blocks, for `double` quantization or not."""
+    """Returns the bytes of the scales of whole blocks, with or without `double` quantization."""
     return elements // BLOCK * (1 if double else SCALE.itemsize)
 
 
 def quantize(dense: Tensor) -> PackedWeight:
-    """Returns a dense weight in four bits. Raises ValueError as `empty` does."""
+    """Quantizes a dense weight to four bits. Raises ValueError like `empty`."""
     return packed(Nf4Bytes, dense)
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device, double: bool = True) -> PackedWeight:
-    """Allocates a weight, for `double` quantization or not. Raises ValueError for rows that are no whole blocks."""
+    """Allocates a weight, with or without `double` quantization. Raises ValueError unless rows are whole blocks."""
     check_rows(shape)
     elements = shape.numel()
 

@@ -54,7 +54,7 @@ class PackedWeight(Tensor):
         return self
 
     def fill_rows(self, whole: Tensor, first_row: int) -> None:
-        """Keeps the rows that this shard has, from `first_row` on, of a packed weight or of a dense one.
+        """Fills this shard with its rows, from `first_row` on, of a packed or dense weight.
 
         A dense one is quantized on the accelerator.
         """
@@ -66,7 +66,7 @@ class PackedWeight(Tensor):
         self.copy_(found[first_row : first_row + len(self)])
 
     def dense(self) -> Tensor:
-        """Returns the matrix, in memory of its own."""
+        """Returns the matrix in new memory."""
         assert self.first_row is not None, "gather a shard before reading it"
         shape = self.shape[::-1] if self.transposed else self.shape
         rows = [self.numel() // self.row_elements, *self.whole[1:]]
@@ -75,7 +75,7 @@ class PackedWeight(Tensor):
         return found.T if self.transposed else found
 
     def like(self, raw: PackedBytes, **changed: Any) -> "PackedWeight":
-        """Returns a weight with other bytes, and the same facts but for those `changed`."""
+        """Returns a copy with other bytes and `changed` facts."""
         shape = self.shape[::-1] if self.transposed else self.shape
         facts = dict[str, Any](shape=shape, dtype=self.dtype, whole=self.whole, first_row=self.first_row)
         return PackedWeight(raw, **(facts | {"transposed": self.transposed} | changed))
@@ -105,14 +105,14 @@ class PackedWeight(Tensor):
 
     codes = property(lambda self: self.raw.codes)
     scales = property(lambda self: self.raw.scales)
-    nested = property(lambda self: self.raw.nested)  # only in NF4
+    nested = property(lambda self: self.raw.nested)  # NF4 only
     offset = property(lambda self: self.raw.offset)
 
     # FSDP2 calls this form, with the mesh alone, for shards of unequal sizes, too.
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """Returns the bytes to gather, equally many on every rank.
 
-        One rank alone has all, and gathers none, or the codes if FSDP2 has to free them: it takes one tensor then.
+        A single rank gathers nothing. If FSDP2 must free the gathered memory, it gathers only the codes.
         """
         if mesh.size() == 1:
             return (self.raw.codes if self.from_host else self.raw.codes[:0],), (self.raw, False)
@@ -219,7 +219,7 @@ def _empty_like(x: PackedWeight, **given: Any) -> PackedWeight | None:
 def _new_zeros(x: PackedWeight, size: Sequence[int], **given: Any) -> Tensor:
     if len(size) < 2 or tuple(size[1:]) != x.whole[1:] or given.get("dtype") not in (None, x.dtype):
         return _new_empty(x, size, **given).zero_()
-    # FSDP2 pads shards so. It copies nothing to a rank without rows, which needs the scales of the matrix, too.
+    # FSDP2's way of padding shards. A rank without rows gets no copy, but still needs the matrix's scales.
     return x.like(x.raw.zeros(size[0] * x.row_elements), shape=size, first_row=None, transposed=False)
 
 

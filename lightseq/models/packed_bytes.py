@@ -1,4 +1,4 @@
-"""Bytes of a packed weight: what each format has to say of its own."""
+"""Bytes of a packed weight: the interface of each format."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ class PackedBytes(ABC):
 
     @abstractmethod
     def sizes(self, elements: int) -> tuple[int, ...]:
-        """Returns the bytes that so many elements take in each sharded tensor."""
+        """Returns the bytes of `elements` elements in each sharded tensor."""
 
     @abstractmethod
     def dense(self, shape: list[int], first_row: int, dtype: torch.dtype, backward: bool) -> Tensor:
@@ -39,7 +39,7 @@ class PackedBytes(ABC):
     def joined(cls, parts: Sequence["PackedBytes"], shapes: Sequence[torch.Size], dim: int | None) -> Self | None:
         """Concatenates weights along a dim, or stacks them if it is None; returns None if blocks would not stay whole.
 
-        `shapes` are the weights'.
+        `shapes` are the shapes of the weights.
         """
         return None
 
@@ -65,11 +65,11 @@ class PackedBytes(ABC):
         return self.with_sharded([part[first:last] for part, first, last in parts])
 
     def padded(self, elements: int) -> Self:
-        """Returns the bytes with zeros for so many elements more, in memory of their own."""
+        """Copies the bytes, with zeros for additional elements."""
         parts = zip(self.sharded, self.sizes(elements), strict=True)
         return self.with_sharded([torch.cat([part, part.new_zeros(count)]) for part, count in parts])
 
     def zeros(self, elements: int) -> Self:
-        """Returns zeros in the place of the sharded tensors."""
+        """Returns bytes whose sharded tensors are zeros."""
         parts = zip(self.sharded, self.sizes(elements), strict=True)
         return self.with_sharded([part.new_zeros(count) for part, count in parts])

@@ -1,4 +1,4 @@
-"""Packed weights in files, beneath readers of each format."""
+"""Base of the readers of packed weights in files."""
 
 from abc import ABC, abstractmethod
 from types import EllipsisType
@@ -31,6 +31,6 @@ class PackedSlice(ABC):
         """Returns the whole weight in its own bytes."""
 
     def __getitem__(self, place: tuple[slice, ...] | EllipsisType) -> Tensor:
-        """Returns some of the weight; rows stay packed."""
+        """Reads a slice of the weight. Whole rows stay packed."""
         whole = self.packed()
         return whole if place is ... else whole[place]

@@ -1,4 +1,4 @@
-"""Names and shapes of a model's tensors in its published files, which may differ from those in transformers' classes.
+"""Names and shapes of a model's tensors in its published files, which may differ from transformers' classes.
 
 transformers renames tensors, and splits, fuses or stacks them, when it loads a model. Its own rules are used both ways,
 so the files that a run writes have the layout of the files that it read.
@@ -74,9 +74,9 @@ class _WithShapes:
 class PublishedLayout:
     """Place of each tensor of a model in its files, by the tensor's name in the model."""
 
-    renamed: Mapping[str, str]  # tensors that are in the files as they are, by another name or the same
+    renamed: Mapping[str, str]  # tensors stored without conversion: name in the files
     converted: Mapping[str, Conversion]
-    tied_head: str | None  # name in the files of the head's weight, if the model has its embeddings in its place
+    tied_head: str | None  # name in the files of a head's weight that the model ties to its embeddings
     untouched: tuple[str, ...]  # names in the files of tensors that the model lacks, such as an image encoder's
 
     def shapes_in_files(self, shape_of: Callable[[str], Sequence[int]]) -> Shapes:
@@ -90,7 +90,7 @@ class PublishedLayout:
         return {source for found in self.converted.values() for _, source in found.sources}
 
     def dtypes(self, in_files: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """Returns dtypes by names in the model from those by names in the files, the widest where several become one.
+        """Converts dtypes by file names to dtypes by model names. Joined tensors get the widest dtype.
 
         Tensors that `in_files` lacks have none.
         """
@@ -187,7 +187,7 @@ def _converters(rules: Iterable[WeightTransform]) -> list[WeightConverter]:
 
 
 def _rename(name: str, rules: Iterable[WeightTransform]) -> str:
-    """Returns the name of a tensor after all renamings among the rules, one after the other."""
+    """Applies all renaming rules to the name of a tensor, in turn."""
     for rule in rules:
         if isinstance(rule, WeightRenaming):
             name, _ = rule.rename_source_key(name)
@@ -195,7 +195,7 @@ def _rename(name: str, rules: Iterable[WeightTransform]) -> str:
 
 
 def _match(name: str, converters: Iterable[WeightConverter]) -> tuple[str, str | None]:
-    """Returns the name that the first converter that takes a tensor gives it, and the pattern; else the same name."""
+    """Applies the first converter that matches a tensor's name. Returns the new name and the pattern, if any."""
     for converter in converters:
         target, pattern = converter.rename_source_key(name)
         if pattern is not None:
@@ -229,7 +229,7 @@ def _targets(conversion: Conversion, known: Iterable[str]) -> list[str]:
 
 
 def _computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the buffers that a model computes from its config, by name; it takes none of them from its files."""
+    """Returns the buffers, by name, that a model computes from its config and does not read from files."""
     return {
         f"{prefix}.{name}".removeprefix("."): buffer
         for prefix, owner in model.named_modules()

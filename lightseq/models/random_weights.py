@@ -78,7 +78,7 @@ def _initialize(
 
     generators = _Generators(drawn, seed)
     with torch.no_grad(), torch.random.fork_rng(devices=devices), guard_torch_init_functions(), generators:
-        torch.manual_seed(_hashed(seed, min(drawn)))  # for draws that are not made in a parameter
+        torch.manual_seed(_hashed(seed, min(drawn)))  # seed of draws outside parameters
         run(unit)
     return {name for name, whole in drawn.items() if whole.numel()} - generators.written  # nothing writes empty ones
 
@@ -90,7 +90,7 @@ def _constructed(model: PreTrainedModel, seed: int) -> dict[str, Tensor]:
 
 
 class _Generators(TorchDispatchMode):
-    """Gives random operations in a parameter's memory that parameter's generator, made anew for each operation."""
+    """Mode that seeds each random operation on a parameter by the parameter's name."""
 
     def __init__(self, parameters: dict[str, Tensor], seed: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Dtypes in which a checkpoint stores a model's tensors: those of the files that training began with."""
+"""Dtypes of the tensors in a checkpoint, taken from the files that training began with."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
@@ -20,7 +20,7 @@ def float_dtypes(files: Iterable[str], stored: Callable[[str], Any]) -> dict[str
 
 
 class StoredTensors:
-    """Casts a model's whole tensors to what a checkpoint stores."""
+    """Cast of a model's whole tensors to the dtypes of a checkpoint."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class StoredTensors:
         self._dtypes = dict.fromkeys(declared, torch.float32) | (layout.dtypes(in_files) if layout else {})
 
     def __call__(self, name: str, whole: Tensor) -> Tensor:
-        """Returns a tensor as it is stored, on the CPU."""
+        """Copies a tensor to the CPU in the dtype in which it is stored."""
         if name in self._untrained and (source := self._unchanged(name, whole)) is not None:
             return source
         dtype = self._dtypes.get(name, self._dtype)

@@ -1,4 +1,4 @@
-"""Files of tokenizers: those that transformers' class of the tokenizer names, settings beside them, chat templates."""
+"""Files of tokenizers: files named by transformers' class, their settings, and chat templates."""
 
 import shutil
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ def named_files(directory: Path) -> set[str]:
 
 
 def _setting(path: Path, key: str) -> str | None:
-    """Returns a name in a JSON file; None without it."""
+    """Returns the text of a key in a JSON file; None if it is missing or not text."""
     with suppress(OSError, ValueError):
         found = read_json(path) if path.is_file() else None
         value = found.get(key) if isinstance(found, dict) else None
@@ -54,7 +54,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def copy_files(patterns: Iterable[str], source: Path, directory: Path, left_out: Iterable[str] = ()) -> None:
-    """Copies the files of a directory that match one of the patterns, except those of the names `left_out`."""
+    """Copies the files of a directory that match one of the patterns, without `left_out`."""
     found = {file for pattern in patterns for file in source.glob(pattern) if file.is_file()}
     for file in sorted(found):
         if file.name not in left_out:

@@ -123,7 +123,7 @@ def _stored_files(directory: Path, remedy: str) -> dict[str, Path]:
 
 
 def bytes_of(directory: Path) -> int:
-    """Returns the size of a model's files of weights, as far as they are there."""
+    """Returns the total size of a model's weight files that exist."""
     single, index = directory / WEIGHTS, directory / INDEX
     names = {WEIGHTS} if single.is_file() or not index.is_file() else set(_weight_map(index).values())
     files = (directory / name for name in names if is_plain_name(name))

@@ -137,7 +137,7 @@ def base_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def without_wrappers(name: str) -> str:
-    """Returns the name of a parameter or module in its model, without peft's wrappers around it."""
+    """Removes peft's wrappers from the name of a parameter or module."""
     return re.sub(r"\.base_layer(?=\.|$)", "", name)
 
 

@@ -85,7 +85,7 @@ class DistillationMeans:
 
 @torch.no_grad()
 def _run_teacher(models: Models, shard: Shard) -> HeadInput:
-    """Runs the teacher up to its head, and returns what makes its logits, with a copy of the gathered weight."""
+    """Runs the teacher up to its head. Returns the head's input, and copies of its gathered weights."""
     found = list[HeadInput]()
 
     def take(hidden: Tensor, weight: Tensor, _: Tensor, transform: LogitTransform, bias: Tensor | None) -> Tensor:

@@ -95,11 +95,11 @@ class Objective(Protocol):
         ...
 
     def logit_bytes(self, tokens: int, vocabulary: int, itemsize: int) -> int:
-        """Returns the bytes of a chunk of `tokens` local tokens' logits, with what the loss makes of them."""
+        """Returns the bytes of the logits of `tokens` local tokens, with the loss's tensors of their size."""
         ...
 
     def count(self, batch: Batch) -> int:
-        """Returns what the loss of a step is divided by, as far as this whole batch adds to it.
+        """Returns this whole batch's contribution to the divisor of a step's loss.
 
         Labels are final here. The trainer sums over the step's batches and all data ranks.
         """
@@ -117,7 +117,7 @@ class Objective(Protocol):
 def read_log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, transform: LogitTransform, bias: Tensor | None
 ) -> Tensor:
-    """Returns log p(label) of every token, in the place of a model's loss."""
+    """Runs a model whose loss is replaced by log p(label) of every token."""
     return token_log_probs(hidden, weight, labels, transform=transform, bias=bias)
 
 

@@ -20,5 +20,5 @@ OBJECTIVES: Final[Mapping[str, Callable[[Flags], Objective]]] = {
 
 
 def objective_of(flags: Flags) -> Objective:
-    """Returns what a run with these flags learns."""
+    """Returns the objective of a run with these flags."""
     return OBJECTIVES[flags.objective](flags)

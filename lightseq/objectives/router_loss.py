@@ -26,7 +26,7 @@ class RouterLoss:
             self._routers.begin(counted())
 
     def add(self, share: Tensor, passes: int) -> Tensor:
-        """Returns a share of the loss with that of the mean router loss of `passes` passes added."""
+        """Adds a share of the mean router loss of `passes` passes to a share of the loss."""
         if self._routers is None:
             return share
         share, added = self._routers.add_loss(share, passes)

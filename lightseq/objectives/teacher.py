@@ -1,4 +1,4 @@
-"""Flags with which a frozen teacher runs beside the trained model."""
+"""Flags of a frozen teacher's forward pass."""
 
 from typing import Final
 

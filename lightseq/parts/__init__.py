@@ -1,1 +1,1 @@
-"""Parts of a model that training knows: how each is found, what it costs, and how it is replaced and undone."""
+"""Parts of a model: how each is found, its costs, and how it is replaced and restored."""

@@ -44,7 +44,7 @@ PLAIN_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def load(model: PreTrainedModel, directory: Path, fill: FillParameter = fill) -> None:
-    """Fills the adapters from the files of one, by peft or a checkpoint. Raises ValueError unless it has the same."""
+    """Loads adapters from files of peft or a checkpoint. Raises ValueError unless these hold the same adapters."""
     parameters = {_name_in_file(name): parameter for name, parameter in lora_parameters(model)}
     path = directory / WEIGHTS
     if not path.is_file():
@@ -149,7 +149,7 @@ def check_numbers(settings: Mapping[str, Any], path: Path) -> None:
 
 
 def base_directory(settings: Mapping[str, Any], adapter: Path, given: str | None, remedy: str) -> Path:
-    """Returns the directory of an adapter's base model: of `given`, or as the adapter's settings say.
+    """Returns the directory of an adapter's base model: `given`, or the one in the adapter's settings.
 
     Raises ValueError if they name none, or a revision, with the remedy.
     """
@@ -181,7 +181,7 @@ def read_rope(directory: Path) -> dict[str, Any] | None:
 
 
 def read_packed_base(directory: Path) -> PackedBase | None:
-    """Returns how the base weights of an adapter were held, if packed. Raises ValueError for unknown facts."""
+    """Returns the packed form of an adapter's base weights, None if not packed. Raises ValueError for unknown facts."""
     path = directory / BITS_FILE
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Weights in a model's layers that low-rank adapters can be of, by the names that peft gives them."""
+"""Weights that low-rank adapters can be attached to, by peft's names."""
 
 import json
 from collections import Counter
@@ -22,12 +22,13 @@ from lightseq.parts.routers import router_parts
 
 @dataclass(frozen=True)
 class Targets:
-    """Weights in a model's layers that adapters can be of."""
+    """Weights of a model's layers that can get an adapter."""
 
     linears: Mapping[str, int]  # inputs plus outputs of each linear outside routers, by its whole name
     modules: tuple[str, ...]  # whole names of all of the model's modules
-    parameters: Mapping[str, int]  # the same of stacked experts' weights by their name in a layer, over all of them
-    taken: frozenset[str]  # names of linears that peft understands as those of experts or routers
+    # Inputs plus outputs of stacked experts' weights, by name in a layer, summed over experts.
+    parameters: Mapping[str, int]
+    taken: frozenset[str]  # names of linears that peft applies to experts or routers
     refused: frozenset[str]  # names of linears to which peft adds no adapter in this type of model
 
 
@@ -76,7 +77,7 @@ def _is_taken(model: PreTrainedModel, name: str) -> bool:
 
 
 def _is_refused(model: PreTrainedModel, name: str) -> bool:
-    """Returns whether peft adds no adapter to a linear, as to those that a fused kernel of Mamba goes around."""
+    """Returns whether peft skips a linear, such as one that a fused kernel of Mamba bypasses."""
     with suppress(ImportError):  # older versions of peft do not
         from peft import LoraConfig
         from peft.tuners.tuners_utils import _check_lora_target_modules_mamba

@@ -37,7 +37,7 @@ class Lora:
     targets: tuple[str, ...]  # names of linears in the layers, such as q_proj
     layers: str | None = None  # name of the layers, if other parts of the model have linears of these names
     parameters: tuple[str, ...] = ()  # weights of stacked experts, by their names in a layer
-    pattern: str | None = None  # regular expression for whole names of linears, of which `targets` are the last parts
+    pattern: str | None = None  # regular expression for whole names of linears; `targets` has their last parts
     rank_stabilized: bool = False  # arXiv 2312.03732
 
     @property
@@ -140,7 +140,7 @@ def _asked_parameters(flag: str | None, found: Targets) -> tuple[str, ...]:
 
 
 def notes_on_targets(config: TrainConfig, lora: Lora | None, model_config: PreTrainedConfig) -> tuple[str, ...]:
-    """Returns a line if `all-linear` leaves out some linears of a model, or its experts."""
+    """Returns a note if `all-linear` leaves out experts or some linears of a model."""
     if lora is None or config.lora_target_modules != ALL_LINEARS:
         return ()
     found = find_targets(model_config)
@@ -171,7 +171,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora | None, dtype: torch.dtype) 
 
 
 def freeze(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Lets only adapters train, if there are any, and casts the model's own weights to the compute dtype."""
+    """Freezes everything but adapters, and casts the model's own weights to the compute dtype."""
     in_float32 = float32_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(LORA_INFIX in name)
@@ -197,7 +197,7 @@ def _rounded_once(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def target_modules(lora: Lora) -> list[str] | str:
-    """Returns the linears to adapt as peft's config has them."""
+    """Returns the linears to adapt, in the form of peft's config."""
     if lora.pattern is not None:
         return lora.pattern
     if lora.layers is None or not lora.targets:

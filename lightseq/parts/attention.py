@@ -69,7 +69,7 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
 
 
 def caps_scores(config: PreTrainedConfig) -> bool:
-    """Returns whether layers softly cap their attention scores. The cap itself is what they pass to attention."""
+    """Returns whether layers softly cap their attention scores. Layers pass the cap to attention."""
     return getattr(text_config(config), "attn_logit_softcapping", None) is not None
 
 
@@ -105,7 +105,7 @@ def reaches_of_masks(model: PreTrainedModel) -> tuple[Reach | None, ...]:
 
 
 def attend_with(model: PreTrainedModel, name: str, changes: Changes) -> None:
-    """Lets a model attend with a registered function of lightseq until the changes are undone.
+    """Switches a model to a registered attention function of lightseq until the changes are undone.
 
     It then attends as before, unless the user has chosen another function since.
     """
@@ -126,7 +126,7 @@ def _attends_with_ours(model: PreTrainedModel) -> bool:
 
 
 def _fit(modules: Sequence[nn.Module], choices: Choices, ranks: Ranks, changes: Changes) -> None:
-    """Gives attention its ranks, global positions and the reaches of its model's mask. Lets projections be stored."""
+    """Gives attention its ranks, global positions and the windows of its model's mask. Marks stored projections."""
     if ranks.sequence is not None:
         attentions = [attention for module in modules for attention in attention_modules(module)]
         give_global_positions(modules, attentions, changes)

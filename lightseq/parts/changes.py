@@ -38,24 +38,24 @@ class Changes:
         self._changes.append(_Change(undo, partial(_pause_attribute, module, name, undo)))
 
     def replace_forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        """Lets a module's forward be `function(module, forward, ...)`, where `forward` is what it was.
+        """Replaces a module's forward by `function(module, forward, ...)`, where `forward` is the original.
 
         If another library has wrapped it by the time of `undo`, then `function` goes on to be called.
         """
         self.set_attribute(module, "forward", partial(function, module, module.forward))
 
     def restore_later(self, module: nn.Module, name: str) -> None:
-        """Lets `undo` give an attribute the value that it has now, whoever sets it until then."""
+        """Records an attribute's current value, which `undo` restores."""
         before = _own_value(module, name)
         undo = partial(_restore, module, name, before)
         self._changes.append(_Change(undo, partial(_pause_attribute, module, name, undo)))
 
     def add_hook(self, hook: RemovableHandle) -> None:
-        """Takes over a hook, which `undo` removes."""
+        """Records a hook, which `undo` removes."""
         self._changes.append(_Change(hook.remove, partial(_pause_hook, hook)))
 
     def call_later(self, function: Callable[[], object], again: Callable[[], object] | None = None) -> None:
-        """Lets `undo` call a function. Pass a method or a partial: what these hold is copied with a model.
+        """Makes `undo` call a function. Pass a method or a partial: what these hold is copied with a model.
 
         If `again` reverts what the function does, a pause calls the function, and `again` at its end.
         """
@@ -63,7 +63,7 @@ class Changes:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Lets modules compute as before the changes, and makes the same changes again at the end.
+        """Undoes the changes inside the block, and makes them again at its end.
 
         Compiled functions, hooks and the order of hooks stay. Functions of `call_later` are not called.
         """
@@ -114,7 +114,7 @@ def _pause_attribute(module: nn.Module, name: str, undo: Callable[[], object]) -
 
 
 def _pause_hook(hook: RemovableHandle) -> Callable[[], object]:
-    """Lets a hook do nothing, in its place among the hooks."""
+    """Replaces a hook by a function that does nothing. Returns a function that puts the hook back."""
     hooks = hook.hooks_dict_ref()
     if hooks is None or hook.id not in hooks:
         return _nothing

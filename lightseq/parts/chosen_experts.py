@@ -28,7 +28,7 @@ def build_to_train(config: PreTrainedConfig, device: str = "meta") -> PreTrained
 
 
 def run_chosen_experts(model: nn.Module, changes: Changes) -> None:
-    """Lets every block that is of the known form run only the chosen experts. Others stay as they are."""
+    """Makes blocks of a known form run only the chosen experts. Other blocks do not change."""
     for block in blocks_running_every_expert(model):
         changes.set_attribute(block.experts, "__class__", _chosen_experts(block.experts.__class__))
         changes.set_attribute(block, "__class__", _block_of_chosen(block.__class__))
@@ -50,7 +50,7 @@ def _block_of_chosen(kind: Any) -> Any:
 
 @cache
 def _chosen_experts(kind: Any) -> Any:
-    """Returns a subclass of experts with the forward and the marks of those that transformers itself dispatches."""
+    """Returns a subclass of experts with transformers' dispatching forward and its attributes."""
 
     def apply_gate(self: Any, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -63,7 +63,7 @@ def _chosen_experts(kind: Any) -> Any:
         "has_gate": True,
         "has_bias": False,
         "has_post_expert_norm": False,
-        "is_transposed": False,  # peft reads it, and adapters also have to fit transformers' own class, which lacks it
+        "is_transposed": False,  # for peft: transformers' own class lacks the attribute
         "is_transposed_without_mark": True,
         "scales_inputs": True,
     }

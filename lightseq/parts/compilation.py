@@ -6,5 +6,5 @@ MAX_GRAPHS = 64  # per layer: one for each batch length, in training and in eval
 
 
 def allow_graphs_per_length() -> None:
-    """Lets a compiled layer have a graph for every batch length. After 8 of them, torch would run it eagerly."""
+    """Raises torch's limit of compiled graphs per layer. After 8 batch lengths it would run the layer eagerly."""
     torch._dynamo.config.recompile_limit = MAX_GRAPHS

@@ -19,7 +19,7 @@ POSITIONS_KEYWORD: Final = "lightseq_positions"
 
 
 class _Offsets:
-    """Cache without keys: says how far each token's position is from its index on this rank."""
+    """Stand-in for a cache, without keys, that tells a module the offset of this rank's tokens."""
 
     def __init__(self, positions: Tensor) -> None:
         self._offsets = positions - torch.arange(len(positions), device=positions.device)
@@ -32,7 +32,7 @@ class _Offsets:
 
 
 def give_global_positions(modules: Sequence[nn.Module], attentions: Sequence[nn.Module], changes: Changes) -> None:
-    """Changes the attention modules that count their tokens, and the layers around them, which lie in `modules`.
+    """Gives global positions to attention modules that count their tokens, through the layers around them.
 
     Rows of a batch must have the same positions.
     """

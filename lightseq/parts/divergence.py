@@ -21,7 +21,7 @@ CHUNK_TOKENS = 512  # about six float32 tensors of 512 x 151936 logits are 1.8 G
 
 
 class HeadInput(NamedTuple):
-    """Hidden states of a model's tokens and its LM head, from which logits follow."""
+    """Hidden states of a model's tokens, and its LM head."""
 
     hidden: Tensor  # (..., D)
     weight: Tensor  # (V, D)
@@ -50,7 +50,7 @@ class Divergence:
             raise ValueError(f"temperature is {self.temperature}; give a number above 0")
 
     def of(self, log_p_CV: Tensor, log_q_CV: Tensor) -> Tensor:
-        """Returns the divergence of every row. Turns `log_p_CV` into its gradient by the logits, and `log_q_CV` too."""
+        """Returns the divergence of every row. Overwrites both inputs, `log_p_CV` with its gradient by the logits."""
         if self.kind == "forward":
             q = log_q_CV.exp()
             values = log_q_CV.sub_(log_p_CV).mul_(q).sum(-1)
@@ -158,7 +158,7 @@ class _TokenDivergence(torch.autograd.Function):
     def backward(ctx, upstream: Tensor | None, *_):  # type: ignore[no-untyped-def, override]
         if upstream is None:
             return (None,) * 5
-        labels, hidden, weight, bias, *of_teacher = ctx.saved_tensors  # nothing of the teacher if it is not needed
+        labels, hidden, weight, bias, *of_teacher = ctx.saved_tensors  # `of_teacher` is empty if not needed
         valid = labels != IGNORE_INDEX
         factors_N = upstream.masked_fill(~valid, 0.0).view(-1)
         if ctx.options is None:

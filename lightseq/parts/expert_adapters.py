@@ -31,14 +31,14 @@ class ExpertAdapter(NamedTuple):
     reversed: bool = False
 
     def product(self, x_RI: Tensor, ends_E: Tensor) -> Tensor:
-        """Returns what the adapter adds (R, O). Expert e has the rows before `ends_E[e]`, after those of e - 1."""
+        """Returns the output of the adapter (R, O). Expert e has the rows between `ends_E[e - 1]` and `ends_E[e]`."""
         first, last = (self.b_EOK, self.a_EKI) if self.reversed else (self.a_EKI, self.b_EOK)
         x_RK = grouped_product(x_RI, first, ends_E, self.reversed) * self.scale
         return grouped_product(x_RK, last, ends_E, self.reversed)
 
 
 def expert_adapter(experts: Any, name: str, dtype: torch.dtype, transposed: bool) -> ExpertAdapter | None:
-    """Returns the adapter of a weight of the experts, cast to `dtype`; None without one, or while it is not in use.
+    """Returns the adapter of an experts' weight, cast to `dtype`; None without an active one.
 
     The weight of a `transposed` expert is (inputs, outputs). peft takes the experts' word for that, `is_transposed`,
     and exchanges inputs and outputs of an adapter where it is wrong.
@@ -69,7 +69,7 @@ def split_by_expert(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]
 
 
 def use_in_experts(wrapper: Any, changes: Changes) -> None:
-    """Lets experts add the adapter of peft's wrapper themselves; peft's own forward adds B·A to all their weights.
+    """Moves the adapter of peft's wrapper into the experts; peft's forward would add B·A to all their weights.
 
     The experts must run by `experts_forward`. Raises ValueError if the wrapper computes more than plain LoRA.
     """
@@ -88,7 +88,7 @@ def use_in_experts(wrapper: Any, changes: Changes) -> None:
 
 @cache
 def _passing_on(kind: Any) -> Any:
-    """Returns a subclass of peft's wrapper that leaves the product of its adapter to the experts inside."""
+    """Returns a subclass of peft's wrapper that does not apply its adapter, because the experts inside do."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not adapter_in_use(self):

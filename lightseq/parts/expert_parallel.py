@@ -85,7 +85,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def split_of(experts: Any, ranks: int, shards: int) -> tuple[Placement, Placement]:
-    """Returns how experts are split over ranks, by expert, and over `shards`, by expert or by their second dimension.
+    """Returns the split of experts: over ranks by expert, over `shards` by expert or by their second dimension.
 
     Raises ValueError if neither splits evenly.
     """
@@ -174,7 +174,7 @@ def _reduce_weight(gradient: Tensor, dtype: torch.dtype, dim: int, ranks: int, g
     return ops.wait_tensor(ops.reduce_scatter_tensor(parts.contiguous(), "sum", ranks, group)).to(dtype)  # type: ignore[no-any-return]
 
 
-# An operator of its own, so that no compiler joins the gathers of two passes and keeps the weights in between.
+# A custom operator, so that compilers do not merge two passes' gathers and keep the weights in between.
 @torch.library.custom_op("lightseq::product_of_shards", mutates_args=())
 def _product_of_shards(
     x_RI: Tensor, shard: Tensor, ends_E: Tensor, transposed: bool, dim: int, ranks: int, group: str
@@ -215,7 +215,7 @@ def _all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _sum_parts(x: Tensor, ranks: int, group: str) -> Tensor:
-    """Returns the sum of this rank's rows over all ranks' parts (G x T, ...), of which each is rounded once."""
+    """Sums this rank's rows over all ranks' parts (G x T, ...). Each part is rounded once."""
     sizes = [len(x) // ranks] * ranks
     parts = ops.wait_tensor(ops.all_to_all_single(x.contiguous(), sizes, sizes, group))
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -41,19 +41,19 @@ def names_of_products(experts: Any) -> tuple[str, str]:
 
 
 def _fit(modules: Sequence[nn.Module], choices: Choices, ranks: Ranks, changes: Changes) -> None:
-    """Lets experts run as grouped products, on the ranks that hold them, and lets their first products be stored."""
+    """Runs experts as grouped products on their ranks, and marks first products to be stored."""
     for module in modules:
         if choices.groups_experts:
             use_grouped_experts(module, changes)
         for _, experts in experts_modules(module):
             if ranks.experts is not None:
                 changes.set_attribute(experts, "expert_group", ranks.experts)
-            if choices.stores_products:  # the backward pass repeats none: it needs no result of the second one
+            if choices.stores_products:  # backward then repeats no product: it never reads the second
                 changes.set_attribute(experts, "stores_products", True)
 
 
 def use_grouped_experts(module: nn.Module, changes: Changes) -> None:
-    """Lets the experts inside a module run with `experts_forward`."""
+    """Makes the experts inside a module run with `experts_forward`."""
     for _, experts in experts_modules(module):
         if not _scales_inputs(experts):  # they have no other implementation
             before = experts.config._experts_implementation  # a property
@@ -71,7 +71,7 @@ class Routes(NamedTuple):
 
 
 def sort_by_expert(experts_TK: Tensor, count: int) -> Routes:
-    """Returns the rows of `count` experts. Copies keep their order among those of an expert."""
+    """Sorts copies of rows by expert, for `count` experts. The copies of an expert keep their order."""
     experts_R, order_R = experts_TK.reshape(-1).sort(stable=True)
     places_R = torch.empty_like(order_R)
     places_R[order_R] = torch.arange(len(order_R), device=order_R.device)
@@ -92,7 +92,7 @@ def experts_forward(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_
 
 
 def run_experts(module: Any, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, count: int) -> Tensor:
-    """Returns what the `count` experts of this rank add to each token (T, H). An expert `count` adds nothing."""
+    """Runs this rank's `count` experts. Returns their sum for each token (T, H); expert number `count` adds nothing."""
     routes, partial = sort_by_expert(experts_TK, count), count < module.num_experts
     x = _Dispatch.apply(hidden_TH, routes, partial)
     weights = _DispatchWeights.apply(weights_TK.reshape(-1, 1), routes)
@@ -174,7 +174,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _copy_to_rows(x: Tensor, order_R: Tensor, ends_E: Tensor, partial: bool) -> Tensor:
-    # A compiler fuses the indexing with the operations around it, but would copy rows that nobody reads.
+    # A compiler would fuse the indexing, but also copy rows that nobody reads.
     return copy_to_rows(x, order_R, ends_E) if partial else x[order_R // (len(order_R) // len(x))]
 
 

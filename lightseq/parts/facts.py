@@ -75,12 +75,12 @@ class LinearMixer:
     peak_share: float = SCAN_PEAK_SHARE  # share of a chip's peak that its kernels reach in both passes
 
 
-Mixer = Attention | LinearMixer  # what lets a token read others
+Mixer = Attention | LinearMixer  # mixes tokens
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of a layer, of which a router chooses some for every token."""
+    """Experts of a layer. A router chooses some for every token."""
 
     count: int
     per_token: int
@@ -104,7 +104,7 @@ class Layer:
 
     kind: str  # the class of its module
     mixers: tuple[Mixer, ...]  # in the order in which they run; none if the layer is only an MLP
-    mixes_tokens: bool  # it has mixers, or it is not known that it works on each token alone
+    mixes_tokens: bool  # False only if it is known to work on each token alone
     hidden: int  # elements per token of its input and output
     intermediate: int  # elements per token between the linears of its MLP; 0 without an MLP
     parameters: int
@@ -183,7 +183,7 @@ def heads_of(config: PreTrainedConfig) -> Heads:
 
 
 def attention_shape(mixers: Sequence[Attention], length: int, batch: int = 1, element_bytes: int = 2) -> AttentionShape:
-    """Returns the shape of the attention that takes most FLOPs in all layers, with those of other heads beside it."""
+    """Returns the shape of the attention that takes most FLOPs. Other kinds of heads are listed in it."""
     flops = Counter[Heads]()
     for mixer in mixers:
         flops[mixer.heads] += round(mixer.pair_flops * mixer.area(length))

@@ -14,7 +14,7 @@ STORED_OPS: Final[tuple[Any, ...]] = tuple(op for part in PARTS for op in part.s
 
 
 def fit(modules: Sequence[nn.Module], choices: Choices, ranks: Ranks, changes: Changes) -> None:
-    """Lets modules, such as decoder layers, compute as the choices say and span the ranks.
+    """Replaces the computation of modules, such as decoder layers, by the choices, spanning the ranks.
 
     Serves training, `hf.enable`, the plan and the run on the meta device, so that all of them see the same modules.
     Raises ValueError for modules that do not support a choice.

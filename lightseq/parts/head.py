@@ -34,7 +34,7 @@ class ReplacedHead:
         return result
 
     def result(self) -> Tensor:
-        """Returns what the head computed last. Raises ValueError if it did not run, or if the result was changed."""
+        """Returns the head's last result. Raises ValueError if it did not run, or if the result was changed."""
         if self._result is None:
             raise ValueError("the model did not call its LM head with the layers' output alone; use another model")
         result, version = self._result
@@ -46,7 +46,7 @@ class ReplacedHead:
         return result
 
     def restore(self) -> None:
-        """Gives the head its own `forward` again."""
+        """Restores the head's `forward`."""
         self._changes.undo()
 
 
@@ -69,7 +69,7 @@ def known_logit_transform(model: PreTrainedModel) -> LogitTransform | None:
 
 
 def required_logit_transform(model: PreTrainedModel) -> LogitTransform:
-    """Returns what `known_logit_transform` does. Raises ValueError for a model that does more to its logits."""
+    """Returns `known_logit_transform`. Raises ValueError if it is None."""
     name = type(model).__name__
     change = head_change(model) or ((hook := hook_of(model)) and f"{name} {hook}")
     if change:
@@ -81,7 +81,7 @@ def required_logit_transform(model: PreTrainedModel) -> LogitTransform:
 
 
 def head_change(model: PreTrainedModel) -> str | None:
-    """Returns why logits may not be the head's product with its weight and a function of that; None if they are.
+    """Returns why logits may be more than the head's product and a function of it; None if they are not.
 
     The function that the model's own code applies is another question (`known_logit_transform`). The answer reads as
     "LlamaForCausalLM's LM head has a forward hook".

@@ -1,4 +1,4 @@
-"""Tests that a module still is what its class says, and ways to read and to run the code of its class alone."""
+"""Checks whether a module still runs the code of its class, and functions that read and run this code."""
 
 import dis
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,9 +23,9 @@ KNOWN_HOOKS: Final = (
     *("torch.distributed.fsdp", "torch.distributed._composable", "torch.utils.module_tracker"),
     *("transformers", "accelerate", "trl", "deepspeed", "lightseq"),
 )
-TORCH_LINEAR: Final = torch._C._nn.linear  # which torch.nn.functional.linear is
+TORCH_LINEAR: Final = torch._C._nn.linear  # torch.nn.functional.linear is the same object
 HOOKS: Final = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-EMPTY_CELL: Final = CellType()  # in the closure of a function, of a name that is bound later
+EMPTY_CELL: Final = CellType()  # a closure's variable that is not assigned yet
 P = ParamSpec("P")
 
 
@@ -150,7 +150,7 @@ def _names(code: CodeType, only_globals: bool) -> frozenset[str]:
 
 
 def named_in(function: Any, only_globals: bool = False) -> dict[str, Any]:
-    """Returns the names that a function's code uses, with the globals of its file that have them, or None."""
+    """Maps the names in a function's code to globals of its file, or None."""
     if not isinstance(function, FunctionType):
         return {}
     return {name: function.__globals__.get(name) for name in _names(function.__code__, only_globals)}
@@ -158,7 +158,7 @@ def named_in(function: Any, only_globals: bool = False) -> dict[str, Any]:
 
 @contextmanager
 def plain_numbers(gradients: bool = False) -> Iterator[None]:
-    """Lets code run on the CPU in the dtypes that it names, whatever the caller has set."""
+    """Runs the block on the CPU without autocast, and without gradients unless `gradients`."""
     with torch.device("cpu"), torch.set_grad_enabled(gradients), torch.autocast("cpu", enabled=False):
         yield
 

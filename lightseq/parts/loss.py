@@ -63,7 +63,7 @@ def token_log_probs(
 
 
 def log_probs_of_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Returns what `token_log_probs` does, of logits (..., V) that exist whole."""
+    """Does the same as `token_log_probs` for logits (..., V) that exist whole."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2) / temperature
     return -F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none").view(labels.shape)
 
@@ -111,7 +111,7 @@ class HeadGradients:
         return any(x is not None for x in (self.hidden, self.weight, self.bias))
 
     def add(self, chunk: slice, dlogits: Tensor) -> None:
-        """Adds what a chunk of rows contributes, given the gradients of its logits."""
+        """Adds the contribution of a chunk of rows, given the gradients of its logits."""
         if self.hidden is not None:
             torch.mm(dlogits, self._weight_VD, out=self.hidden[chunk])
         if self.weight is not None:
@@ -120,7 +120,7 @@ class HeadGradients:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
 
     def in_dtypes(self) -> list[Tensor | None]:
-        """Returns the gradients of input, weight and bias, in the dtypes of what they belong to."""
+        """Casts the gradients of input, weight and bias to the dtypes of their tensors."""
         weight = None if self.weight is None else self.weight.to(self._weight_VD.dtype)
         bias = None if self.bias is None or self._bias_V is None else self.bias.to(self._bias_V.dtype)
         return [self.hidden, weight, bias]
@@ -197,19 +197,19 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def save_gradients(ctx, gradients: HeadGradients, weight_VD: Tensor, bias_V: Tensor | None, *others: Tensor) -> None:  # type: ignore[no-untyped-def]
-    """Saves gradients for `scaled_gradients`, and other tensors behind them."""
+    """Saves gradients for `scaled_gradients`, followed by other tensors."""
     ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias, *others)
     ctx.gradient_dtypes = (None, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
 
 
 def scaled_gradients(ctx, factor: Tensor) -> list[Tensor | None]:  # type: ignore[no-untyped-def]
-    """Returns the saved gradients times a factor, in the dtypes of what they belong to."""
+    """Scales the saved gradients, and casts them to the dtypes of their tensors."""
     pairs = zip(ctx.saved_tensors[:3], ctx.gradient_dtypes, strict=True)
     return [None if x is None else scaled(x, factor, dtype or x.dtype) for x, dtype in pairs]
 
 
 def log_prob_gradients(ctx, upstream: Tensor) -> list[Tensor | None]:  # type: ignore[no-untyped-def]
-    """Returns the gradients of log-probabilities whose own are `upstream`, from logits that are computed again."""
+    """Backpropagates `upstream`, the gradients of log-probabilities. Recomputes the logits."""
     hidden_ND, weight_VD, bias_V, labels = ctx.saved_tensors
     labels_N, factors_N = labels.view(-1), upstream.neg().reshape(-1).contiguous()  # factors of losses, -log p
     gradients = HeadGradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3])

@@ -33,7 +33,7 @@ class LossModel(nn.Module):
         super().__init__()
         self.model = model
         self.transform = transform  # makes logits of the head's result
-        self.stopwatch = stopwatch  # times the loss, which is equal work on every rank
+        self.stopwatch = stopwatch  # times the loss, because its work is equal on every rank
 
     def forward(
         self,

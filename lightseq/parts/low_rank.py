@@ -63,7 +63,7 @@ class LinearWeights(NamedTuple):
     def gradients(
         self, dy_NO: Tensor, x_NI: Tensor, needs_x: bool, needs_tensors: Sequence[bool]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Returns the gradients of the input and of `tensors` in order, None for those that are not needed."""
+        """Returns the gradients of the input and of `tensors` in order; None where no gradient is needed."""
         makers = (
             lambda: dy_NO.T @ x_NI,
             lambda: self.adapter_output_gradient(dy_NO).T @ x_NI,
@@ -145,7 +145,7 @@ def adapter_in_use(module: Any) -> bool:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Lets the base model answer inside the block. Unlike in peft's own way, no parameter is frozen meanwhile."""
+    """Disables adapters inside the block. Unlike peft's own context manager, it freezes no parameter."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
     before = [layer.disable_adapters for layer in layers]
     for layer in layers:

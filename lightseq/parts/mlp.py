@@ -40,7 +40,7 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = {
 
 
 def _fit(layers: Sequence[nn.Module], choices: Choices, _ranks: Ranks, changes: Changes) -> None:
-    """Lets the gated MLPs of decoder layers run over tiles of tokens."""
+    """Runs the gated MLPs of decoder layers over tiles of tokens."""
     if choices.tiles_mlp:
         tile_mlps(layers, changes, choices.stores_products, choices.ends_with_mlp)
 
@@ -132,7 +132,7 @@ def _gated_mlp(
     tile_tokens: int,
     ends_layer: bool,
 ) -> Tensor:
-    """Returns the output, which a checkpoint stores unless it is not needed."""
+    """Computes a gated MLP in tiles. A checkpoint stores the output if it is needed."""
     gate_IH, up_IH, down_HI = _unflatten_linears(tensors, scales)
 
     def compute() -> tuple[Tensor]:
@@ -164,7 +164,7 @@ def _gated_mlp_stored(
     tile_tokens: int,
     ends_layer: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the output, gate and up, which a checkpoint stores.
+    """Computes a gated MLP in tiles. Also returns gate and up, which a checkpoint stores.
 
     With `ends_layer` it stores no output, which is uninitialized memory in the recomputation.
     """

@@ -44,7 +44,7 @@ class PackedBase:
 
     @property
     def is_exact(self) -> bool:
-        """Returns whether weights have the values that they have in 16 bits."""
+        """Returns whether the packed form has the same values as 16 bits."""
         return self.form == mxfp4.METHOD
 
     @property
@@ -61,12 +61,12 @@ class PackedBase:
 
 
 def bits_of(form: str) -> str:
-    """Returns the words for a form of `PackedBase` in messages."""
+    """Returns the name of a packed form for messages."""
     return FORMS[form].WORDS
 
 
 def held_as_stored(config: TrainConfig, stored: str | None) -> str | None:
-    """Returns the form in which a run holds frozen weights as its files have them; None if it makes them dense.
+    """Returns the packed form that frozen weights keep from the files; None if they become dense.
 
     `stored` is the form in the files. Raises ValueError if the flags ask for another.
     """
@@ -103,7 +103,7 @@ def pack_layers(model: PreTrainedModel, stored_in: Path | None = None) -> None:
     Weights on the meta device are quantized when they are loaded (`weights.fill`). Embeddings, the head, norms, routers
     and adapters keep their dtype. Raises ValueError for a layer with other matrices, which would keep theirs unasked.
     If files have packed weights, `stored_in` is their directory, and only the weights that they have so change.
-    Without it, weights become NF4, or what the model's config says that its files have (`mark`).
+    Without it, weights become NF4, or keep the packed form in the model's config (`mark`).
     """
     packed = _stored_weights(model, stored_in) if stored_in is not None else None
     if stored_in is None and is_marked(model.config):
@@ -123,20 +123,20 @@ def _quantized(weight: nn.Parameter) -> PackedWeight:
 
 
 def round_to_four_bits(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Gives the weights that a run in a dtype quantizes the values that it had, as dense weights in their own dtype."""
+    """Rounds the weights that a four-bit run in `dtype` quantizes to that run's values. Weights stay dense."""
     for weight in weights_to_quantize(model):
         x = weight.parameter.data
         x.copy_(nf4.quantize(x.to(dtype)).dense())
 
 
 def mark(config: PreTrainedConfig, form: str, left_out: Sequence[str] = ()) -> None:
-    """Notes in a model's config the form that its files have weights in, and the modules that they leave out."""
+    """Records in a model's config the packed form of its files, and the modules that are not packed."""
     if form != bnb4.READ_FORMAT:  # which is planned as if the run quantized all
         setattr(config, FIELD, [form, *left_out])
 
 
 def is_marked(config: PreTrainedConfig) -> bool:
-    """Returns whether a run holds weights of the model as its files have them, packed."""
+    """Returns whether weights of the model stay packed as in its files."""
     return hasattr(config, FIELD)
 
 
@@ -203,14 +203,14 @@ def _stored_weights(model: PreTrainedModel, directory: Path) -> dict[str, Packed
 
 
 def _empty(form: Any, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of the files without values, packed if it is packed there."""
+    """Returns an empty tensor in the form of the files, packed or dense."""
     if isinstance(form, PackedSlice):
         return form.empty(dtype, torch.device("meta"))
     return torch.empty(form.get_shape(), dtype=dtype, device="meta")
 
 
 def check_package(what: str) -> None:
-    """Raises ValueError without bitsandbytes, which `what` needs."""
+    """Raises ValueError if bitsandbytes is not installed. `what` names the feature that needs it."""
     if find_spec("bitsandbytes") is None:
         raise ValueError(f"{what} needs bitsandbytes, which is not installed; pip install bitsandbytes")
 
@@ -240,7 +240,7 @@ def check_four_bits(model: PreTrainedModel) -> None:
 
 
 def weights_to_quantize(model: PreTrainedModel) -> Iterator[BaseWeight]:
-    """Yields the weights that `--load_in_4bit True` quantizes: the base weights without those of routers."""
+    """Yields the weights that `--load_in_4bit True` quantizes: base weights outside routers."""
     of_routers = {id(module) for module in router_parts(model)}
     return (weight for weight in base_weights(model) if id(weight.module) not in of_routers)
 

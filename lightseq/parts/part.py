@@ -16,7 +16,7 @@ from lightseq.schedule.reach import Reach
 class Choices:
     """Choices of how parts compute. Each changes what a layer saves or computes, and none depends on ranks."""
 
-    reaches: tuple[Reach | None, ...] = ()  # what each layer's attention sees, as its model's mask says
+    reaches: tuple[Reach | None, ...] = ()  # keys visible to each layer, by its model's mask
     groups_experts: bool = False  # experts run as grouped products
     tiles_mlp: bool = False  # gated MLPs run over tiles of tokens
     ends_with_mlp: bool = False  # no backward pass needs the output of an MLP (`Layer.mlp_is_last`)
@@ -54,7 +54,7 @@ class ExpertRanks(Protocol):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that parts span. None: modules keep those that they have."""
+    """Ranks that parts span. None: the modules' ranks do not change."""
 
     sequence: SequenceContext | None = None  # context of attention and recurrences
     experts: ExpertRanks | None = None

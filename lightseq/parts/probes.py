@@ -54,7 +54,7 @@ from lightseq.utils.logit_transform import LogitTransform
 TOKENS: Final = 5
 INTERFACE: Final = "ALL_ATTENTION_FUNCTIONS"  # its name in transformers
 LIBRARY_CLASSES: Final = frozenset({*nn.Module.__mro__, *PreTrainedModel.__mro__})  # whose methods do not attend
-# Packages that functions of mixers come from; ours replaces those of transformers by ones that dispatch to them.
+# Packages that define functions of mixers. lightseq replaces transformers' functions by dispatching wrappers.
 LIBRARIES: Final = ("torch", "transformers", "kernels", "fla", "mamba_ssm", "causal_conv1d", "triton", "lightseq")
 MLP_LINEARS: Final = ("gate_proj", "up_proj", "down_proj")
 ACTIVATION_CLASSES: Final = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, NewGELUActivation)
@@ -75,7 +75,7 @@ def calls_attention_interface(forward: Callable[..., Any], kind: type) -> bool:
 
 
 def counts_its_tokens(attention: nn.Module) -> bool:
-    """Returns whether an attention module counts the tokens it gets, after those of a cache (Llama 4's temperature)."""
+    """Returns whether an attention module counts its tokens, starting at the cache's length (as Llama 4 does)."""
     names = {name for function in reached(type(attention).forward, functions_held) for name in named_in(function)}
     return names >= {"arange", "get_seq_length"}
 
@@ -103,7 +103,7 @@ def _is_of_models(function: Any) -> bool:
 
 
 def _is_written_by_libraries(function: Any) -> bool:
-    """Returns whether a function and those of its modeling file that it calls are not patched."""
+    """Returns whether a function, and the functions of its modeling file that it calls, are unpatched."""
 
     def follow(one: Any) -> Collection[Any]:
         own = unwrap(one) if isinstance(one, FunctionType) else None
@@ -134,7 +134,7 @@ def is_gated_mlp(mlp: Any, activation: Callable[[Tensor], Tensor]) -> bool:
 
 
 def blocks_running_every_expert(model: nn.Module) -> list[Any]:
-    """Returns the blocks of experts that run every expert for every token, on the token times its score (Llama 4).
+    """Returns blocks that run every expert on every token, multiplied by its score (Llama 4).
 
     Scores are zero for experts that a token did not choose. Blocks whose parts somebody changed are left out.
     """
@@ -149,7 +149,7 @@ def blocks_running_every_expert(model: nn.Module) -> list[Any]:
 
 
 def _has_parts_of_mixture(block: Any) -> bool:
-    """Returns whether a module has the parts of such a block, each with the forward of a class of transformers."""
+    """Returns whether a module has a router and experts, each with a forward of transformers."""
     parts = [block, *(getattr(block, name, None) for name in ("experts", "router"))]
     if not all(isinstance(x, nn.Module) for x in (*parts, getattr(block, "shared_expert", None))):
         return False
@@ -184,13 +184,13 @@ def _runs_every_expert(block: Any) -> bool:
 
 
 def _result(output: Any) -> Any:
-    """Returns the logits that a model returns, or the hidden states that a layer returns."""
+    """Extracts the logits of a model's output, or the hidden states of a layer's."""
     return output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
 
 
 @runs_on_numbers
 def works_on_each_token(layer: nn.Module, hidden_size: int) -> bool:
-    """Returns whether a change of one token's hidden states leaves the results of all others as they were."""
+    """Returns whether changing one token's hidden states does not change the results of other tokens."""
 
     def constant(parameter: Tensor) -> Tensor:
         # Elements share their memory, because a published layer takes gigabytes; stacked experts share one expert's.
@@ -218,7 +218,7 @@ class _LayersOutput(MoeModelOutputWithPast):
 
 
 def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
-    """Returns the function that makes logits of the head's result, found without the layers and the head.
+    """Finds the function from the head's product to the logits, without running the layers and the head.
 
     The code runs with the attributes and the config that this model has now. Raises ValueError for a function that is
     not known: the loss reads only the layers' output, the head's parameters and the function.
@@ -256,7 +256,7 @@ def find_logit_transform(model: PreTrainedModel) -> LogitTransform:
 
 
 def _check_passes_logits(model: PreTrainedModel, inside: PreTrainedModel) -> None:
-    """Raises ValueError unless a composite returns the logits of the language model inside as they are."""
+    """Raises ValueError unless a composite model returns its language model's logits unchanged."""
     with plain_numbers():
         logits = torch.linspace(-50.0, 50.0, TOKENS * 64).view(1, TOKENS, 64)
         embeds = torch.zeros(1, TOKENS, inside.get_input_embeddings().embedding_dim)
@@ -306,7 +306,7 @@ def is_load_balancing_loss(function: Callable[..., Any]) -> bool:
 
 
 def sees_later_tokens_of_images(model: PreTrainedModel) -> bool:
-    """Returns whether image tokens see the later ones of their image, in every layer and within its window.
+    """Returns whether image tokens see later tokens of their image, in every layer and within its window.
 
     Runs the mask functions of the model's own file on a short row, because models differ in this.
     """

@@ -15,7 +15,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def store_projections(layers: Iterable[nn.Module], changes: Changes) -> None:
-    """Lets a checkpoint around each layer store the outputs of attention's projections.
+    """Makes the checkpoint of each layer store the outputs of attention's projections.
 
     Raises ValueError for a layer whose projections are not four plain linears, with or without low-rank adapters.
     """

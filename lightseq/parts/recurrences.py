@@ -1,6 +1,6 @@
 """Modules that mix tokens without softmax attention, such as recurrences and short convolutions.
 
-Those of transformers are recognized (transformers_recurrences.py), others are registered. Softmax attention needs no
+Modules of transformers are recognized (transformers_recurrences.py), others are registered. Softmax attention needs no
 entry: it is what calls transformers' attention interface. The plan, FLOPs, checkpoints, compilation and saving read the
 layer itself.
 """
@@ -43,9 +43,9 @@ class MixerKind:
 
     module: type[nn.Module]  # its subclasses are other kinds
     forward: Callable[..., Any]
-    facts: Callable[[nn.Module], LinearMixer]  # returns what the plan and FLOPs need of one module
+    facts: Callable[[nn.Module], LinearMixer]  # returns a module's facts for the plan and FLOPs
     functions: tuple[str, ...] = ()  # functions of its modeling file to replace
-    plain_forward: Callable[..., Any] | None = None  # the class's own, which a patch may have changed
+    plain_forward: Callable[..., Any] | None = None  # original forward of the class, to detect patches
 
 
 _KINDS: dict[type[nn.Module], MixerKind] = {}
@@ -71,7 +71,7 @@ def mixer_modules(model: nn.Module) -> list[tuple[nn.Module, MixerKind]]:
 
 
 def _calls_own(module: nn.Module) -> bool:
-    """Returns whether a module holds functions, as those of older versions of transformers do: kernels or fallbacks."""
+    """Returns whether a module stores its kernels as attributes, as older versions of transformers do."""
     return any(isinstance(value, FunctionType | BuiltinFunctionType) for value in vars(module).values())
 
 
@@ -80,7 +80,7 @@ def kind_of(module: Any) -> MixerKind | None:
 
     Raises ValueError if the class is transformers' own, and of a version that is too old.
     """
-    plain = getattr(module, "plain_class", module)  # the class of which an enabled module's class was made
+    plain = getattr(module, "plain_class", module)  # original class of an enabled module
     if (registered := _KINDS.get(plain)) is not None:
         return registered
     functions = replaced_functions(plain)
@@ -96,14 +96,14 @@ def _takes_keywords(function: Callable[..., Any]) -> bool:
 
 
 def is_of_hybrids(model_class: Any) -> bool:
-    """Returns whether a class's file also defines mixers, which need not stand in every model."""
+    """Returns whether a class's file also defines mixers. A model may use none of them."""
     file = sys.modules.get(model_class.__module__)
     classes = [x for x in vars(file or object).values() if isinstance(x, type) and issubclass(x, nn.Module)]
     return any(x.__module__ == model_class.__module__ and kind_of(x) is not None for x in classes)
 
 
 def unknown_convolution(model: nn.Module) -> str | None:
-    """Returns the name of a convolution that no mixer runs over ranks, or None: it may read the tokens of other ranks.
+    """Returns the name of a convolution outside known mixers, or None. It may need other ranks' tokens.
 
     transformers' mixers run one that is their own child and has a filter for each channel. One inside a projection
     would see a rank's own tokens. Registered mixers run all that they have.
@@ -129,7 +129,7 @@ def attending_layers(model: PreTrainedModel) -> int:
 
 
 def layer_types_of_mixers(config: Any, layers: Iterable[nn.Module]) -> set[str]:
-    """Returns the names in a config's `layer_types` of layers that have a mixer, or that work on each token alone."""
+    """Returns the `layer_types` of layers with a mixer, or without any mixing of tokens."""
     found = set[str]()
     for layer, kind in zip(layers, getattr(config, "layer_types", None) or (), strict=False):
         if kind in found:
@@ -140,14 +140,14 @@ def layer_types_of_mixers(config: Any, layers: Iterable[nn.Module]) -> set[str]:
 
 
 def _fit(modules: Sequence[nn.Module], _choices: Choices, ranks: Ranks, changes: Changes) -> None:
-    """Lets mixers span the ranks of a sequence."""
+    """Distributes mixers over the ranks of a sequence."""
     if ranks.sequence is not None:
         for module, kind in (found for each in modules for found in mixer_modules(each)):
             distribute_mixer(module, kind, ranks.sequence, changes)
 
 
 def distribute_mixer(module: nn.Module, kind: MixerKind, context: SequenceContext, changes: Changes) -> None:
-    """Replaces a module's forward by its kind's, and gives it the ranks of the context.
+    """Replaces a module's forward by the forward of its kind, over the ranks of the context.
 
     Raises ValueError for a module whose forward is not its class's.
     """
@@ -170,7 +170,7 @@ def _distributed_class(kind: MixerKind) -> type[nn.Module]:
     plain_forward = kind.plain_forward or kind.module.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(self, "sequence_group"):  # disabled, but another library has made a class of this one
+        if not hasattr(self, "sequence_group"):  # disabled, but another library has subclassed it
             return plain_forward(self, *args, **kwargs)
         return kind.forward(self, *args, **kwargs)
 

@@ -51,7 +51,7 @@ def router_sums(logits: Tensor, top_k: int, counted: Tensor | None) -> RouterSum
 
 
 def gradient_by_logits(logits: Tensor, by_probabilities: Tensor, counted: Tensor | None) -> Tensor:
-    """Returns the gradient by a router's logits, given that by the probabilities of its `router_sums`."""
+    """Backpropagates the gradient by the probabilities of `router_sums` to a router's logits."""
     weights = torch.softmax(logits.float(), dim=-1)
     gradient = weights * (by_probabilities - (weights * by_probabilities).sum(-1, keepdim=True))
     if counted is not None:
@@ -60,9 +60,9 @@ def gradient_by_logits(logits: Tensor, by_probabilities: Tensor, counted: Tensor
 
 
 def sums_over_ranks(routers: Sequence[RouterSums], group: dist.ProcessGroup | None) -> RouterSums:
-    """Adds up the sums of routers, their counts and tokens also over the ranks of a group, all of which must call it.
+    """Adds up the sums of routers. Sums counts and tokens over a group's ranks, which must all call it.
 
-    The probabilities stay those of this rank's tokens.
+    Probabilities are summed over this rank's tokens only.
     """
     counts, probabilities, tokens = (torch.stack(field).sum(0) for field in zip(*routers, strict=True))
     totals = torch.cat([counts, tokens.unsqueeze(0)])

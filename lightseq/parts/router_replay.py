@@ -32,13 +32,13 @@ class _Replay:
     experts_TK: Tensor | None = None  # in the running forward pass
 
     def take(self, routed: Tensor) -> None:
-        """Takes the layer's part of a choice."""
+        """Stores the layer's part of a choice."""
         number = self.number if routed.shape[2] == self.layers else self.place
         self.experts_TK = routed[:, :, number].flatten(0, 1).long()
 
 
 class _Chosen(TorchFunctionMode):
-    """Lets the first `topk` over experts return given experts and their scores."""
+    """Replaces the result of the first `topk` over experts by given experts and their scores."""
 
     def __init__(self, experts_TK: Tensor, experts: int) -> None:
         self._experts_TK, self._experts = experts_TK, experts
@@ -57,7 +57,7 @@ class _Chosen(TorchFunctionMode):
 
 
 def install(layers: Iterable[nn.Module], changes: Changes) -> None:
-    """Lets layers with experts take `routed_experts` beside their other arguments. Layers without experts drop it."""
+    """Makes layers with experts accept the argument `routed_experts`. Layers without experts drop it."""
     layers, place = list(layers), 0
     if not _layers_with_experts(layers):
         return
@@ -164,7 +164,7 @@ def _run_with_choice(
 def _take_in_layer(
     replay: _Replay | None, _attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Takes the choice that a layer passes on, also when a checkpoint runs the layer again."""
+    """Removes the routed experts from a layer's arguments and keeps its own. Checkpoints run it again."""
     routed = kwargs.pop(ROUTED_EXPERTS, None)
     if routed is None:
         return None
@@ -189,7 +189,7 @@ def _replaying(kind: Any, experts: int) -> Any:
 def _choose(
     replay: _Replay, experts: int, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs a block of experts, whose router scores all experts, and takes those of the replay."""
+    """Runs a block of experts with the replayed choice instead of its router's."""
     if replay.experts_TK is None:
         return forward(*args, **kwargs)
     chosen_TK, replay.experts_TK = replay.experts_TK, None

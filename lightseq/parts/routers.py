@@ -1,4 +1,4 @@
-"""Router losses and expert biases of a run: observed inside layers, with gradients that checkpoints do not hide.
+"""Router losses and expert biases of a run, observed inside layers and under checkpoints.
 
 Operators inside a layer note each router's sums, and in the backward pass add the gradient of the router loss to its
 logits. They are opaque to compilers, and a recomputed layer notes the same sums again, so that they count once.
@@ -92,7 +92,7 @@ class Routers:
         self._active, self._counted, self._gradient = False, None, None
 
     def add_loss(self, share: Tensor, passes: int) -> tuple[Tensor, Tensor]:
-        """Returns a share of the loss with that of the mean router loss of `passes` passes added, and the latter.
+        """Adds a share of the mean router loss of `passes` passes to a share of the loss. Returns both.
 
         The latter is this rank's share of the pass's router loss, divided by `passes` and without coefficient. All
         ranks of the sequence must call it, after the forward pass.
@@ -188,10 +188,10 @@ def router_loss_namespaces(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
 
 
 def _routers(recorder: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yields the modules whose output transformers records as router logits, and where in the output they are."""
+    """Yields the modules whose output contains router logits, by transformers' records, and their index in it."""
     specs: Any = (getattr(recorder, "_can_record_outputs", None) or {}).get("router_logits", [])
     for spec in specs if isinstance(specs, list) else [specs]:
-        kind: Any = getattr(spec, "target_class", spec)  # a class alone stands for the second output of its modules
+        kind: Any = getattr(spec, "target_class", spec)  # a plain class means index 1 of its modules' outputs
         index, within = getattr(spec, "index", 1), getattr(spec, "layer_name", None)
         for name, module in recorder.named_modules():
             recorded = isinstance(kind, type) and isinstance(module, kind)
@@ -282,7 +282,7 @@ _router_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _WithRouterLoss(torch.autograd.Function):
-    """Sum of two shares. Its backward pass comes first, and scales the gradient that the operators read."""
+    """Sum of two shares. Its backward pass runs first, and sets the scale of the router operators' gradients."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, loss: Tensor, routers: Routers, gradient: Tensor) -> Tensor:  # type: ignore[override]

@@ -96,7 +96,7 @@ def _check_layer(layer: Any) -> None:
 class HeadSlice(NamedTuple):
     """Weights around the attention of some key/value heads and their query heads, for use without gradients."""
 
-    projection: LinearWeights  # to q, k and v side by side
+    projection: LinearWeights  # joint projection to q, k and v
     bias: Tensor | None
     columns: list[int]  # columns of q, k and v
     output: LinearWeights
@@ -144,7 +144,7 @@ def _joined_biases(biases: Sequence[Tensor | None]) -> Tensor | None:
 def project(
     layer: Any, x_BSH: Tensor, cos_BSD: Tensor, sin_BSD: Tensor, heads: HeadSlice | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rotated q, k and v (B, S, N, D) of a layer's input, for one slice of heads (None: for all)."""
+    """Projects a layer's input to rotated q, k and v (B, S, N, D), for one slice of heads (None: all)."""
     attention = layer.self_attn
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     normed = layer.input_layernorm(x_BSH)
@@ -223,7 +223,7 @@ class _TiledCall:
         return whole
 
     def attention(self, x: Tensor) -> list[Pair]:
-        """Returns out and its log-sum-exp of every slice."""
+        """Runs attention slice by slice. Returns the output and log-sum-exp of each slice."""
         module, window = self.layer.self_attn, None if self.reach is None else self.reach.tokens
         return [
             attend(module, *self.project_all_tiles(heads, x), module.scaling, sliding_window=window, **self.others)

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and hits of all tokens, as trainers read them, over chunks of a model's logits."""
+"""Log-probabilities, entropies and hits of all tokens, for trainers, over chunks of logits."""
 
 from typing import NamedTuple
 
@@ -107,7 +107,7 @@ class _TokenMetrics(torch.autograd.Function):
 
 
 def _entropy_gradients(ctx, of_log_probs: Tensor | None, of_entropy: Tensor) -> list[Tensor | None]:  # type: ignore[no-untyped-def]
-    """Returns the gradients of log-probabilities and entropies together, from logits that are computed again.
+    """Backpropagates log-probabilities and entropies together. Recomputes the logits.
 
     With H = -sum p log p, dH / dlogit = -p (log p + H).
     """
@@ -149,7 +149,7 @@ def _token_metrics_(
 
 
 def entropy_of_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Returns the entropies of `token_metrics`, of logits (..., V) that exist whole."""
+    """Computes the entropies of `token_metrics` from logits (..., V) that exist whole."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_p = wide.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1).masked_fill(labels == IGNORE_INDEX, 0.0)

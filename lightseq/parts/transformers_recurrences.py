@@ -35,7 +35,7 @@ FUSED_MAMBA: Final = "mamba2_split_conv1d_scan_combined"
 
 @dataclass(eq=False)
 class Mixing:
-    """Context of the functions of one forward pass of a mixer, and the names of those that ran."""
+    """Context of one forward pass of a mixer, and the names of the functions that ran."""
 
     group: SequenceGroup
     schedule: str  # how the scan runs, one of RECURRENT_SCHEDULES
@@ -124,7 +124,7 @@ def _normalized(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A scan of modeling files: what replaces it, and what the plan needs of it."""
+    """A scan in modeling files, its replacement, and its properties for the plan."""
 
     replacement: Callable[..., Any]
     state_flops: int  # forward FLOPs per token and element of a head's state
@@ -177,7 +177,7 @@ def distributed_forward(self: Any, *args: Any, documents: Documents | None = Non
 
 
 def facts(module: nn.Module) -> LinearMixer:
-    """Returns what the plan needs of a mixer's convolution and scan, apart from its linears."""
+    """Returns the plan's facts about a mixer's convolution and scan, without its linears."""
     kind: Any = getattr(type(module), "plain_class", type(module))
     functions = replaced_functions(kind)
     flops = sum(2 * conv.weight.numel() for conv in module.modules() if isinstance(conv, nn.Conv1d))
@@ -212,7 +212,7 @@ def replace_functions(kind: Any) -> None:
 
 @contextmanager
 def without_kernels(model: nn.Module) -> Iterator[None]:
-    """Lets mixers of transformers run on torch alone, as if neither fla nor mamba-ssm were installed.
+    """Runs transformers' mixers on torch inside the block, as if neither fla nor mamba-ssm were installed.
 
     transformers calls the kernels of those packages where it finds them. They round float32 to TF32, and each tunes
     itself for minutes in every dtype.

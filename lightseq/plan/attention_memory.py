@@ -44,7 +44,7 @@ class AttentionMemory:
     """Bytes per local token on the rank that needs most."""
 
     buffers: float  # mapped by peers
-    backward: float  # beyond the output, log-sum-exp, output gradient, and q, k and v or the gathered tensors
+    backward: float  # in addition to out, lse, dout, and q, k and v or the gathered tensors
 
 
 @lru_cache(maxsize=512)
@@ -148,7 +148,7 @@ class _MetaKernel:
         q, k, v, *_ = saved
         in_float32 = [q] if q.shape[2] == k.shape[2] else [q, k, v]
         if q.shape[3] > MAX_FLASH_DIM:
-            in_float32 = [k, v]  # gradients that the kernel cublas sums
+            in_float32 = [k, v]  # dk and dv, which the cublas kernel sums in float32
         workspace = [torch.empty(x.shape, dtype=torch.float32, device="meta") for x in in_float32]
         dq, dk, dv = gradient_memory(into, saved)
         del workspace

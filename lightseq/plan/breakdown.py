@@ -39,7 +39,7 @@ class Breakdown:
     def at_peak(self, peak: int) -> "Breakdown":
         """Fits the breakdown to a measured peak.
 
-        Working memory is what the other parts leave. If they exceed the peak, the smaller of gradients and stored
+        Working memory is the rest of the peak. If they exceed the peak, the smaller of gradients and stored
         activations shrinks by the excess, because the two do not peak together.
         """
         excess = max(0, self.total - peak)

@@ -1,4 +1,4 @@
-"""Documents of packed rows, as far as the time of attention depends on them."""
+"""Document lengths of packed rows, for the time of attention."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,7 +27,7 @@ MAX_READ = 2**17  # documents that are packed to plan without training; best fit
 
 @dataclass(frozen=True)
 class DocumentLengths:
-    """Documents of packed rows: their sizes, and the attention of a token of a row, padding included."""
+    """Sizes of documents in packed rows, and the mean attention per token, padding included."""
 
     mean_tokens: float
     area_per_token: float  # `Architecture.attention_area` of all documents over the tokens of all rows
@@ -65,7 +65,7 @@ class Answers:
 
     @property
     def tree(self) -> Nodes:
-        """Returns the tree: a branch begins with a copy of the prompt's last token."""
+        """Returns the tree. Each branch begins with a copy of the prompt's last token."""
         shared, branch = self.prompt - 1, self.answer + 1
         if not shared:
             return Nodes(tuple(range(0, self.rows * branch + 1, branch)))
@@ -73,7 +73,7 @@ class Answers:
         return Nodes((0, *edges), (ROOT, *(0 for _ in range(self.rows))))
 
     def describe(self, length: int) -> str:
-        """Describes what a tree saves, and how many fill a row of `length` tokens."""
+        """Describes the saving of a tree, and how many trees fill a row of `length` tokens."""
         tokens, rows = self.tree.length, self.rows * (self.prompt + self.answer)
         fits = plural(length // tokens, "tree")
         return f"a tree of {self.rows} answers has {tokens:,} tokens instead of {rows:,}; {fits} in a sequence"
@@ -107,7 +107,7 @@ def answers_of(text: str) -> Answers:
 
 
 def area_of_nodes(nodes: Nodes, architecture: Architecture) -> float:
-    """Returns the attention area of nodes, each of which also sees what is above it in its tree."""
+    """Returns the attention area of nodes. Each node also sees its ancestors."""
     before = nodes.first_positions
     return architecture.attention_area(before + np.diff(nodes.edges)) - architecture.attention_area(before)
 

@@ -67,7 +67,7 @@ class Treatment:
 
 
 def treatment_of(layer: Layer, config: TrainConfig, tokens: int, policy: str | None = None) -> Treatment:
-    """Returns how a rank with so many tokens treats a layer, under a remat policy (default: the config's)."""
+    """Returns the treatment of a layer by a rank with `tokens` tokens, under a remat policy (default: the config's)."""
     policy = policy or config.remat_policy
     return Treatment(policy, config.compiles, tiles_mlp=policy != "none" and tiles_mlp(layer, config, tokens))
 
@@ -130,7 +130,7 @@ class LayerTable:
 
 
 class _TracedGroup:
-    """Group of ranks with different experts, of which each has this rank's tokens."""
+    """Simulated group of ranks with different experts, each with this rank's tokens."""
 
     def __init__(self, ranks: int, dtype: torch.dtype) -> None:
         self._ranks, self.dtype = ranks, dtype

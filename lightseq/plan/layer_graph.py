@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightseq.plan.layer_kernels import LAYER_INPUT, Kernel, Pass, Value
 
 TOKENS: Final = 16_381  # a prime: only tensors with rows for tokens have a size that is a multiple of it
-VIEWS: Final = (torch.ops.aten._unsafe_view.default, torch.ops.aten.detach.default)  # their schemas do not say so
+VIEWS: Final = (torch.ops.aten._unsafe_view.default, torch.ops.aten.detach.default)  # not marked as views
 
 
 class LayerGraph:
@@ -34,7 +34,7 @@ class LayerGraph:
         The first tensor that the layer returns is its output.
         """
         arguments, shape = tree_flatten((tuple(args), keywords))
-        # Keys that layers share come in a mapping that torch takes for one object (Gemma 4).
+        # Layers that share keys get them in a mapping, which torch treats as one object (Gemma 4).
         kinds = [type(x) if isinstance(x, UserDict) else None for x in arguments]
         leaves, inner_shape = tree_flatten([dict(x) if isinstance(x, UserDict) else x for x in arguments])
 
@@ -122,11 +122,11 @@ def _joint_graph(function: Callable[..., Tensor], *inputs: Any) -> tuple[fx.Grap
 
 
 class _Traced(Exception):
-    """Ends AOT autograd once it has traced a graph, which nothing runs."""
+    """Exception that ends AOT autograd after tracing. Nothing runs the graph."""
 
 
 def _with_dependencies(nodes: Iterable[fx.Node], stored: Collection[Any] = ()) -> list[fx.Node]:
-    """Returns nodes in order, each after those that it reads. Leaves out what results of `stored` operators need."""
+    """Orders nodes after their inputs. Leaves out nodes that only compute results of `stored` operators."""
     found: dict[fx.Node, None] = {}
     for node in nodes:
         pending = [node]
@@ -141,14 +141,14 @@ def _with_dependencies(nodes: Iterable[fx.Node], stored: Collection[Any] = ()) -
 
 
 def _pass_of(nodes: Sequence[fx.Node], returned: Sequence[fx.Node], fuses: bool, stored: Collection[Any] = ()) -> Pass:
-    """Returns the kernels that run nodes. With `fuses`, element-wise nodes are part of the kernels that read them.
+    """Returns the kernels of nodes. With `fuses`, elementwise nodes join the kernels that read them.
 
     The results of `stored` operators exist before the pass.
     """
     whole = _materialized_nodes(nodes, returned)
     found = Pass(compiled=fuses, kernels=[], inputs={}, outputs=[])
-    sources: dict[fx.Node, list[Value]] = {}  # what a kernel that reads a node reads
-    reducing = set[fx.Node]()  # fused nodes with a reduction among what they compute
+    sources: dict[fx.Node, list[Value]] = {}  # values that a kernel reads for each input node
+    reducing = set[fx.Node]()  # fused nodes that contain a reduction
     here = set(nodes)
     for node in nodes:
         if _is_view(node):
@@ -187,7 +187,7 @@ def _pass_of(nodes: Sequence[fx.Node], returned: Sequence[fx.Node], fuses: bool,
 
 
 def _materialized_nodes(nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> set[fx.Node]:
-    """Returns the nodes whose results exist in memory, because the caller or a kernel that fuses nothing reads them."""
+    """Returns the nodes whose results exist in memory, because the caller or an unfused kernel reads them."""
     readers = [x for x in nodes if x.op == "call_function" and not (_is_view(x) or _is_elementwise(x))]
     found = set[fx.Node]()
     for read in (*returned, *(read for reader in readers for read in reader.all_input_nodes)):
@@ -207,7 +207,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """Returns whether a node computes element by element or a reduction, rather than products or an own operator."""
+    """Returns whether a node is elementwise or a reduction, not a matrix product or a custom operator."""
     if node.target is operator.getitem:
         return False
     op = node.target

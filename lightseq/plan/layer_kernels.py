@@ -34,7 +34,7 @@ class Kernel:
 
 @dataclass
 class Pass:
-    """Kernels of a pass in order, with the values that exist before it and those that it returns."""
+    """Kernels of a pass in order, with its inputs and outputs."""
 
     compiled: bool
     kernels: list[Kernel]
@@ -65,7 +65,7 @@ class Pass:
             live -= sum(value.bytes for value in dying.get(i, ())) - reused
 
     def _freed_after(self, i: int) -> int:
-        """Returns the kernel after which memory is freed that kernel i is the last to read."""
+        """Returns the kernel after which kernel i's last-read memory is freed."""
         function = self.kernels[i].function
         while not self.compiled and function is not None and i + 1 < len(self.kernels):
             if self.kernels[i + 1].function != function:

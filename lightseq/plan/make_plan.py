@@ -38,11 +38,11 @@ STATE_STEPS = 8  # steps in the number of layers with state on the GPU that `--o
 FRUGAL_GROUP = 4  # layers per checkpoint where memory is short
 MIN_RESHARD_GAIN = 1e-3  # share of the GPU's time that keeping gathered weights has to save
 SAME_SPEED = 1e-2  # relative difference of step times that the planner cannot resolve
-SAME_WORK = 1e-3  # relative difference of GPU times that decides nothing
+SAME_WORK = 1e-3  # relative difference of GPU times that counts as equal
 
 
 def make_plan(run: PlannedRun) -> Plan:
-    """Plans a run: the fastest choice of the flags left to the planner that fits, or else that with the least memory.
+    """Plans a run: the fastest choice of the open flags that fits, or else the choice with the least memory.
 
     Among equally fast plans it prefers optimizer state on the GPU, then less host memory, then less GPU time, then less
     recomputation. Gathered weights are kept from the forward to the backward pass if they fit as well and that saves
@@ -75,7 +75,7 @@ def _recomputation(plan: Plan) -> tuple[int, float]:
 
 
 def _without_reshard(plan: Plan) -> Plan:
-    """Returns the plan that gathers weights only once a pass, or the given one if that does not fit or gains little."""
+    """Returns the plan that gathers weights once per step, or the given one if that does not fit or gains little."""
     if plan.run.state_on_host:
         return plan
     without = plan_as_given(plan.run.changed(reshard_after_forward=False), plan.placement)
@@ -91,7 +91,7 @@ def _busy_seconds(plan: Plan) -> float:
 def can_fit(run: PlannedRun) -> bool:
     """Returns whether any choice of the flags left to the planner fits into memory."""
     run = without_device_budget(run)
-    options = (*frugal_options(run), *fast_options(run))  # those with the least memory first
+    options = (*frugal_options(run), *fast_options(run))  # in order of memory, least first
     return any(plan.fits for option in options for plan in _placements(option))
 
 
@@ -102,7 +102,7 @@ def fast_options(run: PlannedRun) -> list[PlannedRun]:
 
 
 def frugal_options(run: PlannedRun) -> list[PlannedRun]:
-    """Returns the run with the other choices, which take less memory and more time."""
+    """Returns the run with the choices that take less memory and more time than `fast_options`."""
     tiles = [False, True] if all(layer.kind in TILEABLE_LAYER_CLASSES for layer in run.layers) else [False]
     offload = ["both", "optimizer", "activations", "none"]
     shares = run.architecture.layers_share_inputs and not any(layer.experts for layer in run.architecture.kinds)
@@ -156,14 +156,14 @@ def _activation_budget(config: TrainConfig, offload: str) -> float | None:
 
 
 def _offloads(config: TrainConfig, policy: str, group: int, values: Sequence[str]) -> list[str]:
-    """Returns the values of --offload to plan with, `values` unless one is given.
+    """Returns the values of --offload to plan with: the flag if it is given, else those of `values` that can run.
 
-    With `auto` every layer is placed by itself, which needs a checkpoint of its own.
+    `auto` places layers one by one, so every layer needs its own checkpoint.
     """
     if config.offload != "auto":
         return [config.offload]
     if policy == "attention" and group == 1:
-        return ["auto"]  # its placements include all that the other values give
+        return ["auto"]  # its placements include those of all other values
     one_by_one = policy != "full" and group == 1
     return [value for value in values if value != "auto" or one_by_one]
 

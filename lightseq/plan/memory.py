@@ -103,7 +103,7 @@ def saved_by_groups(run: PlannedRun, placement: Placement) -> list[float]:
 
 
 def offloaded_by_rerun(run: PlannedRun, action: str) -> float:
-    """Returns the bytes that the largest group of layers offloads while it runs again: of all its layers but one."""
+    """Returns the bytes that the largest group offloads in its rerun, for all its layers but one."""
     groups = map(run.layers_of, range(run.groups))
     return max(sum(saved_by_layer(run, layer, action) for layer in group[1:]) for group in groups)
 
@@ -112,7 +112,7 @@ def offloaded_by_rerun(run: PlannedRun, action: str) -> float:
 
 
 class _Step:
-    """Memory at the points of a step under a placement, and what is the same at all of them."""
+    """Memory at the points of a step under a placement, and its constant parts."""
 
     def __init__(self, run: PlannedRun, placement: Placement) -> None:
         self.run, self.offloads = run, placement.offloads
@@ -164,7 +164,7 @@ class _Step:
                 working += saves("attention") - saves("full")
             was_offloaded = action in OFFLOADED if run.group_size == 1 else self.offloads
             if name == ATTENTION and was_offloaded and run.config.remat_policy in STORES_MLP:
-                # What was fetched lives until the layer's end.
+                # Fetched activations live until the layer's end.
                 working += saves(run.config.remat_policy) - saves("attention")
             when = f"backward of layer {group * run.group_size}, {name}"
             yield self._snapshot(when, saved=saved, working=working + rerun, gradients=gradients)
@@ -194,12 +194,12 @@ class _Step:
         return Snapshot(when, parts)
 
     def _on_gpu(self, last: int) -> float:
-        """Returns the bytes that groups up to `last` have on the GPU: those that stay, and offloaded ones in flight."""
+        """Returns the bytes of groups up to `last` on the GPU: resident groups, and offloaded ones in flight."""
         lifetimes = enumerate(self.lifetimes[: last + 1])
         return sum(self.sizes[i] for i, lifetime in lifetimes if not lifetime or i + lifetime > last)
 
     def _saved_by_rerun(self, group: int) -> float:
-        """Returns the bytes that a group's layers save when they run forward again, less their input, if freed."""
+        """Returns the bytes that a group's layers save in its rerun, without their input if that is freed."""
         run = self.run
         if run.group_size == 1:
             return 0.0
@@ -211,7 +211,7 @@ class _Step:
 
 
 def _of_teacher_in_loss(run: PlannedRun) -> float:
-    """Returns the bytes that the teacher leaves for the loss: its hidden states and its whole head."""
+    """Returns the bytes that the loss needs of the teacher: its hidden states and its whole head."""
     if (teacher := run.teacher_run) is None:
         return 0.0
     return float((teacher.tokens * teacher.text.hidden_size + teacher.architecture.head) * run.itemsize)
@@ -242,13 +242,13 @@ def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
 
 
 def _unpacked_bytes(run: PlannedRun, layer: Layer, action: str, point: str) -> float:
-    """Returns the bytes of dense copies of the weights that are read at a point of a layer's backward pass."""
+    """Returns the bytes of dequantized weights at a point of a layer's backward pass."""
     held, experts = run.weights.layers[layer.place], run.weights.experts[layer.place]
     if not held.dense and not experts.dense:
         return 0.0
     read = run.costs(layer, "full" if action in RECOMPUTED else None).weights_read
     elements = read[point] if not run.config.tiles_layers else max(read.values())
-    if run.config.tiles_layers and point == ATTENTION:  # projections of a slice of heads, and that of its output
+    if run.config.tiles_layers and point == ATTENTION:  # projections of a slice of heads, output included
         elements = layer.projections // run.head_slices + layer.hidden * layer.attention_width
     return (held.dense / layer.linears or run.itemsize) * elements  # or experts alone are packed
 
@@ -276,7 +276,7 @@ def _tiled_mlp_bytes(run: PlannedRun, layer: Layer) -> float:
 
 
 def attention_of(run: PlannedRun, layer: Layer) -> AttentionMemory:
-    """Returns the memory of a layer's attention, over one slice of heads: of the mixer that needs most."""
+    """Returns the attention memory of a layer's largest mixer, for one slice of heads."""
     found = [_memory_of_mixer(run, mixer) for mixer in layer.attentions]
     return AttentionMemory(
         buffers=max((memory.buffers for memory in found), default=0.0),

@@ -257,7 +257,7 @@ def host_memory_for_layers(run: PlannedRun, world: World, deepspeed: DeepSpeedSe
 
 
 def deepspeed_bytes_on_host(run: PlannedRun, settings: DeepSpeedSettings) -> float:
-    """Returns a bound of the bytes of a rank's host memory that DeepSpeed's offloading takes.
+    """Returns an upper bound on the host memory of a rank, in bytes, under DeepSpeed's offloading.
 
     Follows DeepSpeed 0.19.8 (stage_1_and_2.py, stage3.py). Torch pins powers of two, so pinned memory counts twice.
     """

@@ -58,9 +58,9 @@ PROCESS_BYTES = 2.5 * GIB  # host memory of a rank's Python, torch and CUDA (hos
 MARGIN = 0.08  # share of a GPU left to drivers, libraries and fragmentation (memory is planned within 5%)
 
 # ---- time -----------------------------------------------------------------------------------------------------------
-# Shares of the datasheet's peaks. `points`: benchmarks/results/plan-steps.jsonl. `traces`: 1B at 32K and 8 layers of
-# 8B at 128K on two H200, read with `python3 -m analysis profile` (dev/LOG.md has the first).
-CHAIN_TIME = 1.35  # a scan over ranks, with its summaries, relative to one on a rank alone (one trace, two H100)
+# Shares of the datasheet's peaks. Sources in parentheses: `points` is benchmarks/results/plan-steps.jsonl; `traces` are
+# profiles of 1B at 32K and of 8 layers of 8B at 128K on two H200 (`python3 -m analysis profile`).
+CHAIN_TIME = 1.35  # time of a scan over ranks / time of a scan on one rank (one trace, two H100)
 MATRIX_SHARE = 0.70  # matrix products of layers and loss (points; traces: 0.68 and 0.73)
 ATTENTION_SHARE = 0.97  # speed inside a step beside the isolated layer's (schedule/timing.py; points)
 MEMORY_SHARE = 0.75  # GPU memory traffic (traces: compiled elementwise 0.80, AdamW 0.71)

@@ -63,7 +63,7 @@ class PlannedRun:
         return self.changed(config=replace(self.config, model_max_length=length))
 
     def changed(self, **changes: Any) -> "PlannedRun":
-        """Returns the run with other fields, but the same model, dtype and adapters, which are not inspected again."""
+        """Returns the run with other fields, without inspecting model, dtype and adapters again."""
         other = replace(self, **changes)
         names = ["architecture", "parameters_before", "adapter_parameters", "lora"]
         if other.config.expert_ranks == self.config.expert_ranks:
@@ -202,7 +202,7 @@ class PlannedRun:
 
     @cached_property
     def _gathered_before(self) -> tuple[int, ...]:
-        """Returns the bytes that a rank gathers of the layers before each layer, and of all; not other ranks' experts.
+        """Returns the gathered bytes of the layers before each layer, and of all layers, without other ranks' experts.
 
         A layer's are there while it runs.
         """
@@ -222,7 +222,7 @@ class PlannedRun:
 
     @cached_property
     def _kept_before(self) -> tuple[int, ...]:
-        """Returns what `_gathered_before` does, without experts that are gathered again."""
+        """Does the same as `_gathered_before`, without experts that are gathered again."""
         if not self.gathers_experts_again:
             return self._gathered_before
         return (0, *accumulate(self._layers_gathered))
@@ -273,7 +273,7 @@ class PlannedRun:
 
     @property
     def weight_bytes(self) -> float:
-        """Returns the bytes of one rank's weights, with those of frozen copies, which are in the compute dtype."""
+        """Returns the bytes of one rank's weights, frozen copies in the compute dtype included."""
         copies = sum(frozen.source is None for frozen in self.objective.frozen_models)
         return float(self.weights.total.stored + self.itemsize * self.local_parameters * copies)
 
@@ -284,14 +284,14 @@ class PlannedRun:
 
     @cached_property
     def teacher_run(self) -> "PlannedRun | None":
-        """Returns the run of which the teacher's forward pass is one; None without a teacher."""
+        """Returns a run of the teacher's forward pass; None without a teacher."""
         if self.teacher is None:
             return None
         return PlannedRun(self.teacher, self.teacher_flags, self.hardware, self.state_on_host, documents=self.documents)
 
     @property
     def teacher_bytes(self) -> float:
-        """Returns the bytes of one rank's part of the teacher, which is on the host if some of the state is."""
+        """Returns the bytes of one rank's part of the teacher. It is on the host if any state is."""
         return 0.0 if self.teacher_run is None else float(self.itemsize * self.teacher_run.local_parameters)
 
     @cached_property

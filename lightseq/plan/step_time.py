@@ -60,7 +60,7 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
 
 
 def layer_seconds(run: PlannedRun, placement: Placement) -> float:
-    """Returns the seconds of the mean layer's compute, forward and backward, with a layer's share of the loss."""
+    """Returns the mean seconds of compute per layer, forward and backward, loss included."""
     return sum(_compute_seconds(run, placement).values()) / len(run.layers)
 
 
@@ -114,7 +114,7 @@ def _full_attention_seconds(run: PlannedRun, mixer: Attention) -> float:
 
 
 def _speed_of_scores(run: PlannedRun, mixer: Attention, flops_per_second: float) -> float:
-    """Returns the FLOP/s of attention whose products run at a speed, and whose scores go through memory."""
+    """Returns the FLOP/s of unfused attention: matrix products at the given speed, scores through memory."""
     flops = 2 * (mixer.heads.dim + mixer.heads.value_dim) * (1 + BACKWARD_FLOPS)  # FLOPs for a score
     return flops / (flops / flops_per_second + rates.SCORE_BYTES / memory_rate(run))
 
@@ -155,7 +155,7 @@ def _matrix_rate(run: PlannedRun) -> float:
 
 
 def _seconds_without_gradients(run: PlannedRun) -> float:
-    """Returns the seconds of a forward pass that stores nothing, such as the reference's, with its exposed gathers."""
+    """Returns the seconds of a forward pass without gradients, such as the reference's, with exposed gathers."""
     architecture, traffic = run.architecture, rates.ELEMENTWISE_TRAFFIC[run.config.compiles]
     layers, head = architecture.active * rates.FP8_TIME[run.config.fp8], architecture.head
     seconds = 2 * run.tokens * (layers + head) / _matrix_rate(run)
@@ -174,7 +174,7 @@ def _seconds_without_gradients(run: PlannedRun) -> float:
 
 
 def _divergence_seconds(run: PlannedRun) -> float:
-    """Returns the seconds in which a divergence reads and writes float32 logits, beside its matrix products."""
+    """Returns the seconds of a divergence's memory traffic of float32 logits."""
     logits = run.tokens * run.text.vocab_size * FLOAT32_BYTES
     return logits * rates.DIVERGENCE_PASSES / memory_rate(run)
 
@@ -252,9 +252,9 @@ def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
 
 
 def _experts_seconds(run: PlannedRun, experts: Experts) -> float:
-    """Returns the seconds in which ranks with the same experts gather and reduce them, which compute waits for."""
+    """Returns the exposed seconds of gathering and reducing experts among ranks with the same experts."""
     ranks = run.config.expert_ranks
-    if ranks == 1:  # FSDP2 does it
+    if ranks == 1:  # FSDP2 gathers and reduces these experts
         return 0.0
     same = run.hardware.gpus // ranks
     gathers = 1 + run.gathers_experts_again
@@ -264,7 +264,7 @@ def _experts_seconds(run: PlannedRun, experts: Experts) -> float:
 
 
 def _token_exchange_seconds(run: PlannedRun) -> float:
-    """Returns the seconds in which ranks with different experts exchange tokens: twice a pass, also when repeated."""
+    """Returns the seconds of token exchange under expert parallelism: twice per pass, recomputation included."""
     ranks = run.config.expert_ranks
     sent = run.tokens * run.itemsize * (ranks - 1)
     passes = 2 + (run.config.remat_policy != "none")

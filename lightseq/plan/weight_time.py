@@ -1,4 +1,4 @@
-"""Predicted traffic of weights in a step, and the seconds for which layers wait for them."""
+"""Predicted traffic of weights in a step, and the time that layers wait for weights."""
 
 from math import ceil
 
@@ -11,7 +11,7 @@ from lightseq.schedule.timing import FLOAT32_BYTES
 
 
 def weights_of_products(run: PlannedRun) -> float:
-    """Returns the weights that the linears of frozen layers read in a forward and backward pass, each time they do."""
+    """Counts the weights that frozen linears read in a forward and backward pass, once per read."""
     config = run.config
     again = recompute_flops(
         run.model, 1, 1, config.remat_policy, run.group_size, config.tiles_layers, attention_share=0.0
@@ -21,7 +21,7 @@ def weights_of_products(run: PlannedRun) -> float:
 
 
 def weight_copies(run: PlannedRun) -> float:
-    """Returns the bytes that a pass moves to cast and copy weights that are gathered and gradients that are reduced."""
+    """Returns the bytes moved in a pass to cast and copy gathered weights and reduced gradients."""
     held = run.weights.total
     gathers = 1 + run.reshard_after_forward
     return rates.GATHER_COPIES * gathers * held.gathered + rates.REDUCE_COPIES * held.trained
@@ -30,7 +30,8 @@ def weight_copies(run: PlannedRun) -> float:
 def exposed_weights(run: PlannedRun, layer_seconds: float) -> float:
     """Returns the exposed seconds of weight copies from the host, for forward and backward.
 
-    They are copied as they are stored. Another layer's compute hides prefetched layers, but not embeddings and head.
+    Weights are copied in their stored dtype. Prefetched layers hide behind another layer's compute; embeddings and
+    head do not.
     """
     if not run.state_on_host:
         return 0.0

@@ -23,17 +23,17 @@ from lightseq.parts.packed_base import is_marked, pack_layers
 class Weights:
     """Bytes of some parameters, adapters included."""
 
-    stored: int = 0  # bytes of the largest shard, with what every rank holds whole
+    stored: int = 0  # bytes of the largest shard, unsharded tensors included
     gathered: int = 0  # on a rank while their unit runs, beside shards on the GPU ...
     fetched: int = 0  # ... and with shards in host memory
-    trained: int = 0  # elements of those that get a gradient
-    dense: int = 0  # before sharding, of the dense copies that operators read of packed weights
+    trained: int = 0  # number of trained elements
+    dense: int = 0  # bytes of dequantized copies, before sharding
 
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def share(self, ranks: int) -> "Weights":
-        """Returns the part of each of several ranks that divide the parameters."""
+        """Divides the bytes of sharded parameters by `ranks`."""
         return Weights(*(getattr(self, field.name) // ranks for field in fields(self)))
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from lightseq.recurrent.fragments import Fragment
 from lightseq.sequence.group import SequenceGroup
 
-# Its name since torch 2.13, which warns of the older one.
+# torch 2.13 renamed the function, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def gather(group: SequenceGroup, parts: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Returns each rank's tensors, which have the same shapes on all ranks, in one message."""
+    """Gathers each rank's tensors in one message. Shapes are the same on all ranks."""
     flat = torch.cat([part.flatten() for part in parts])
     world = group.layout.world
     every = flat.new_empty(world * len(flat))

@@ -22,12 +22,12 @@ MAX_PLANS = 16  # cached; each may keep index tensors on the device, and packed 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Place of a fragment, and what happens to a state there."""
+    """Place of a fragment, and whether a state enters it or passes through."""
 
     rank: int
-    slot: int  # among the fragments of its rank
+    slot: int  # place among its rank's fragments
     receives: bool  # its first token continues a document
-    passes: bool  # one document covers it whole and began before it, so that a state travels through it
+    passes: bool  # a state passes through it: one document covers it and began before it
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Segments:
     """Segments of a rank's tokens that one call of a kernel computes."""
 
     tokens: Tensor | None  # (tokens,) on the device: local tokens of the segments, in their order; None: all tokens
-    edges: tuple[int, ...]  # where segments begin among these tokens, and the end
+    edges: tuple[int, ...]  # first index of each segment among these tokens, and the end
 
     def select(self, x: Tensor) -> Tensor:
         """Returns the tokens of the segments among a rank's (B, S, ...)."""
@@ -56,9 +56,9 @@ class FragmentPlan:
 
     chain: tuple[Fragment, ...]  # fragments of all ranks, in the order of the sequence
     outer: Segments  # first and last segments of this rank's fragments
-    inner: Segments | None  # the others
-    first: Tensor | None  # on the device: the first segment of each fragment among the outer ones; None: these are all
-    last: Tensor | None  # and the last
+    inner: Segments | None  # segments inside fragments
+    first: Tensor | None  # on the device: first outer segment of each fragment; None: all outer segments
+    last: Tensor | None  # on the device: last outer segment of each fragment; None as `first`
 
     @property
     def communicates(self) -> bool:

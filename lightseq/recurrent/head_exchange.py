@@ -48,7 +48,7 @@ class HeadExchange:
         return self.group.layout.world
 
     def heads_for_tokens(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Takes this rank's tokens of all heads (B, S, W x N, ...), and returns all tokens of its heads (B, T, N, ...).
+        """Exchanges this rank's tokens of all heads (B, S, W x N, ...) for all tokens of its heads (B, T, N, ...).
 
         Returned tokens are in the order of the sequence.
         """
@@ -62,7 +62,7 @@ class HeadExchange:
         return [self._in_order(column.flatten(0, 1)) for column in _columns(self._all_to_all(message), likes)]
 
     def tokens_for_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Takes all tokens of this rank's heads (B, T, N, ...), and returns its tokens of all heads (B, S, W x N, ...).
+        """Exchanges all tokens of this rank's heads (B, T, N, ...) for its tokens of all heads (B, S, W x N, ...).
 
         Inverse of `heads_for_tokens`.
         """

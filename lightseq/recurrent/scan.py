@@ -120,7 +120,7 @@ def _join(plan: FragmentPlan, outer: Tensor, inner: Tensor) -> Tensor:
 
 
 def _by_fragment(by_segment: Tensor, segments: Tensor | None, slots: int) -> Tensor:
-    """Returns values for a rank's fragments (B, slots, ...): each from its segment, zeros for those that are not."""
+    """Arranges values of segments by a rank's fragments (B, slots, ...); unused slots are zero."""
     found = by_segment if segments is None else by_segment.index_select(1, segments)
     missing = slots - found.shape[1]
     return torch.cat([found, found.new_zeros(len(found), missing, *found.shape[2:])], 1) if missing else found

@@ -71,7 +71,7 @@ def _convolution_backward(
     group_name: str,
     silu: bool,
 ) -> list[Tensor]:
-    """Returns the gradients of x, with those from other fragments, of weight and, if it is given, of bias."""
+    """Returns the gradients of x, weight and, if given, bias. Adds what other fragments contribute to x."""
     group = find_group(group_name)
     inside_S = _tokens_inside(x_BSC, group, boundaries)
     dx_BSC, dbefore_BFWC, *gradients = convolve_backward(

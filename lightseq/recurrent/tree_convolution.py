@@ -28,8 +28,8 @@ class TreeTaps:
 
     fragments: int
     inside_S: Tensor  # tokens of its piece before each token, int32
-    again_N: Tensor  # local tokens that are computed again
-    paths: LookBack  # the tokens of their taps, themselves included
+    again_N: Tensor  # local tokens that are recomputed with the taps of their path
+    paths: LookBack  # places of the taps' tokens
 
 
 def _taps_for(group: SequenceGroup, x: Tensor, taps: int, nodes: Tensor) -> TreeTaps:
@@ -87,7 +87,7 @@ def _tree_convolution_backward(
     group_name: str,
     silu: bool,
 ) -> list[Tensor]:
-    """Returns the gradients of x, with those from other ranks, of weight and, if it is given, of bias."""
+    """Returns the gradients of x, weight and, if given, bias. Adds what other ranks contribute to x."""
     group, taps = find_group(group_name), weight_CW.shape[1]
     plan = _taps_for(group, x_BSC, taps, nodes)
     dagain = dout_BSC.index_select(1, plan.again_N)

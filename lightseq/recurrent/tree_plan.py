@@ -31,16 +31,16 @@ class Piece(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Links of one depth, whose final states follow at once from those above. Indices are on the device."""
+    """Links of one depth, computed together from the states of the depth above. Indices are on the device."""
 
     summaries: Tensor  # their places among the summaries
     rows: Tensor  # rows of their final states
-    begin: Tensor  # rows that they begin from
+    begin: Tensor  # rows of their initial states
 
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
-    """Pieces of one rank, and rows of the states that they begin from.
+    """One rank's pieces of a tree, and the rows of their initial states.
 
     Row 0 holds zeros. Shared links follow, `most_shared` rows for each rank, and then this rank's other links.
     """

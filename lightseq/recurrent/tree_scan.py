@@ -2,8 +2,8 @@
 
 Links (tree_plan.py) are summarized from a state of zeros, the summaries of shared ones are gathered, and states are
 composed from the roots down. Then a kernel runs once over all pieces from the right initial states. Backward, the
-gradient of a final state is the sum of those of the pieces that begin from it. Nothing is saved but the inputs: the
-backward pass summarizes and composes again, because a state for each parent takes more memory than that takes time.
+gradient of a final state sums the gradients of the pieces that begin from it. Only inputs are saved. The backward pass
+summarizes and composes again, because saving a state for each parent costs more than the time.
 """
 
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ def _add_shared(dstates: Tensor, states: States, plan: TreePlan, group: Sequence
 
 
 def compose(x: ScanInputs, links: ForwardScan | None, plan: TreePlan, group: SequenceGroup) -> States:
-    """Returns the final states of links: the shared ones of all ranks, and this rank's others."""
+    """Computes the final states of links: all ranks' shared links, and this rank's others."""
     (batch, _, heads, values), keys = x.v.shape, x.k.shape[-1]
     dtype = torch.promote_types(x.v.dtype, torch.float32)
     table = x.v.new_zeros(batch, plan.row_count, heads, keys, values, dtype=dtype)
@@ -107,7 +107,7 @@ def compose(x: ScanInputs, links: ForwardScan | None, plan: TreePlan, group: Seq
 def _gather_shared(
     own: Summary | None, sizes: Sequence[tuple[int, int]], table: Tensor, plan: TreePlan, group: SequenceGroup
 ) -> Summary:
-    """Returns the summaries of all ranks' shared links, `most_shared` for each rank; zeros fill up those with fewer."""
+    """Gathers the summaries of all ranks' shared links, padded with zeros to `most_shared` per rank."""
     mine = [table.new_zeros(len(table), plan.most_shared, table.shape[2], *size) for size in sizes]
     if own is not None:
         for padded, part in zip(mine, own, strict=True):

@@ -25,7 +25,7 @@ AUTO = "auto"
 class ScheduleChoice(NamedTuple):
     """A schedule by name with its sizes. None and "auto" leave a field open.
 
-    `head_groups` are those that a rank computes one after the other.
+    `head_groups` counts the groups that a rank computes in turn.
     """
 
     schedule: str = AUTO

@@ -153,7 +153,7 @@ def assign_packed_tiles(schedule: Schedule, layout: Layout) -> Assignment:
 
 
 def one_tile_per_step(assignment: Assignment) -> Assignment:
-    """Gives every tile of a rank a step of its own, so that only the first one waits for its keys.
+    """Splits steps into one tile per rank each, so that only the first tile waits for its keys.
 
     Tiles keep the order of the sequence, so that keys that neighbouring tiles share do not travel again.
     """
@@ -172,7 +172,7 @@ def _area(tile: Tile) -> int:
 
 
 def has_own_layouts(schedule: Schedule) -> bool:
-    """Returns whether every batch of packed documents gets a layout of its own."""
+    """Returns whether the layout differs between batches of packed documents."""
     return SCHEDULES[schedule.name].packed_work == "own_layout"
 
 
@@ -200,7 +200,7 @@ def _limit_tile(tile: Tile, chunks: Ints, nodes: Nodes) -> tuple[Tile, ...]:
 
 
 def find_segments(q: Ints, kv: Ints, nodes: Nodes) -> Segments:
-    """Finds the segments of a tile: runs of a path's queries against the keys of that path or of one that it leaves.
+    """Finds the segments of a tile: runs of a path's queries against keys of the path or of a path that it leaves.
 
     `q` and `kv` have a row (first, step, count) of tokens for each chunk of the tile, in rising order.
     """

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 ROOT = -1  # parent of a node without one
-# Padding is packed as documents of one kernel tile, because a token that sees no key has no softmax.
+# Padding becomes documents of one kernel tile each, because a softmax needs at least one key.
 PADDING_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class Rectangles:
-    """Queries that see a run of keys whole, on the paths that their own leaves.
+    """Runs of queries that see a whole run of keys on the paths above their own.
 
     Entries are sorted so that many neighbouring ones share neither queries nor keys.
     """
@@ -39,7 +39,7 @@ class Rectangles:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Runs of a row's tokens, and their parents. Equal ones compare equal, so tables are cached by them."""
+    """Runs of a row's tokens, and their parents. They compare by value, as keys of cached tables."""
 
     boundaries: tuple[int, ...]  # first token of each node, and the end of the last; they begin with 0 and rise
     parents: tuple[int, ...] | None = None  # index of each node's parent, or ROOT; None: all are documents
@@ -88,13 +88,13 @@ class Nodes:
 
     @cached_property
     def rectangles(self) -> Rectangles:
-        """Returns which queries see which keys whole, besides those of their own path.
+        """Returns rectangles of queries and keys on other paths, in which every query sees every key.
 
         The branches of a path lie behind it, those that leave it last come first, and each sees the path up to where it
         leaves it. That staircase is halved again and again: the later half of the branches sees all keys up to where
         the earlier half ends. So n branches take about log2(n) calls of a kernel, not n.
         """
-        left: list[tuple[tuple[int, int], ...]] = []  # by node: paths that lead to its own, and the end of what it sees
+        left: list[tuple[tuple[int, int], ...]] = []  # by node: paths above its own, ends of keys
         branches: dict[int, list[Branch]] = {}  # branches of each path, from the last that leaves it
         for node, head in enumerate(self._heads):
             parent = ROOT if self.parents is None else self.parents[head]
@@ -152,7 +152,7 @@ class Nodes:
 
 
 class Branch(NamedTuple):
-    """Neighbouring nodes that leave a path at one place, or follow those that do."""
+    """Neighbouring nodes that leave a path at one place, and their followers."""
 
     begin: int  # first token
     end: int

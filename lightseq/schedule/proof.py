@@ -10,7 +10,7 @@ from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Mask, Schedule, Step, Tile
 
-TOKENS_PER_CHUNK = 2  # two tell a causal tile from a full, a strict or a wrongly aligned one
+TOKENS_PER_CHUNK = 2  # with two, causal, full, strict and misaligned tiles differ
 
 
 class InvalidSchedule(ValueError):

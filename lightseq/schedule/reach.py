@@ -1,4 +1,4 @@
-"""Keys that a layer's queries see before their own, and a schedule's table limited to those."""
+"""Keys that a layer's queries see, and a schedule's table limited to these keys."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -18,7 +18,7 @@ CHUNK: Final = "chunk"
 
 @dataclass(frozen=True)
 class Reach:
-    """Keys that a query of a layer sees, up to its own: the last `tokens` (its own included), or those of its chunk.
+    """Keys that a query sees: the last `tokens` up to its own, or the keys of its chunk up to its own.
 
     Chunks of `tokens` count from the start of a document.
     """
@@ -57,5 +57,5 @@ class Reach:
 
 
 def sliding(window: int | None) -> Reach | None:
-    """Returns the reach of a sliding window of so many tokens; None for full attention."""
+    """Returns the reach of a sliding window of `tokens` tokens; None for full attention."""
     return None if window is None else Reach(WINDOW, window)

@@ -41,11 +41,11 @@ class VarlenCall(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """All segments of one tile. Those that share a query have different keys; several may share keys."""
+    """All segments of one tile. Segments with a common query have different keys; several may share keys."""
 
     table: NDArray[np.int64]  # (segments, 5)
     window: int | None = None  # keys that a query sees, with its own; None: all before it
-    gathered: NDArray[np.int64] | None = None  # tile's keys in the order in which segments count them; None: the tile's
+    gathered: NDArray[np.int64] | None = None  # order of the tile's keys for `table`; None: the tile's own order
     cache: dict[Any, Any] = field(default_factory=dict)  # index tensors of kernels, by device
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class Segments:
 
 
 class _Call:
-    """Segments of a call so far. Each lies behind the one before it in its queries, and outside the others' keys."""
+    """Segments of a call so far. Their queries are in rising order, and their keys do not overlap."""
 
     def __init__(self, segment: Sequence[int]) -> None:
         self.kinds, self.taken = _kinds(segment), [segment]

@@ -34,7 +34,7 @@ class Rates:
     overlap_loss: float  # slowdown of kernels by communication beside them, as a share of its time
     message_seconds: float  # fixed cost of every item received
     memory_bytes_per_second: float  # for packing sent data and adding up results
-    merge_passes: float  # how often float32 sums are read or written for each part that is added
+    merge_passes: float  # reads and writes of float32 sums per added part
     # Host seconds to launch both passes of a schedule that merges partial outputs. Such passes cannot run as CUDA
     # graphs. 0 for transports without CUDA graphs.
     merging_launch_seconds: float
@@ -71,7 +71,7 @@ class Estimate:
     exposed_seconds: float  # communication that no kernel hides, and the slowdown of kernels by the rest
     memory_seconds: float  # packing, merging and summing
     gathered_bytes: float  # peak bytes of gathered operands on a rank
-    launch_seconds: float  # the host's, during which the device may wait
+    launch_seconds: float  # time of the host, for which the device may wait
 
     @property
     def seconds(self) -> float:

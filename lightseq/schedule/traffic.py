@@ -62,7 +62,7 @@ class _Row(NamedTuple):
 
     work: np.ndarray  # (Ulysses groups, 2): area and kernel calls, as in `StepTraffic.work`
     q: np.ndarray  # (3, entries): Ulysses group, chunk and head group of every query chunk of every tile
-    kv: np.ndarray  # the same of every key/value chunk
+    kv: np.ndarray  # the same for every key/value chunk
 
 
 @lru_cache(maxsize=1024)
@@ -83,7 +83,7 @@ def count_traffic(
     counting = _TrafficCounter(schedule, gpus_per_host, assign_tiles(fewer))
     steps = []
     for t, count in counting.sampled_steps(every_step):
-        if t == 1 and head_groups > COUNTED_HEAD_GROUPS:  # the step of the middle head group stands for those left out
+        if t == 1 and head_groups > COUNTED_HEAD_GROUPS:  # the middle group's step counts for all left out
             count += head_groups - COUNTED_HEAD_GROUPS
         step = counting.step(t)
         if step.work.any() or step.same_host.any() or step.other_hosts.any():

@@ -1,8 +1,8 @@
 """Sliding windows: a schedule's table limited to the keys that queries see, so that nothing else is computed or moved.
 
-A query sees the last `window` keys up to its own, in a tree those of its path. Layers of a model may differ in it, but
-share a layout: the table of a window cuts each chunk of that layout into pieces, so that a rank fetches only the tail
-of the chunk before its own.
+A query sees the last `window` keys up to its own; in a tree, these are keys of its path. Layers of a model may have
+different windows, but share a layout: the table of a window cuts each chunk of that layout into pieces, so that a rank
+fetches only the tail of the chunk before its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,7 +76,7 @@ def cut_layout(layout: Layout, pieces: int) -> Layout:
 
 
 def limit_to_window(assignment: Assignment, layout: Layout, pieces: int, nodes: Nodes, window: int) -> Assignment:
-    """Cuts the chunks of an assignment into pieces, and drops those in which no query sees a key."""
+    """Cuts the chunks of an assignment into pieces, and drops pieces in which no query sees a key."""
     size = nodes.length // layout.chunk_count
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], Tile] = {}
 

@@ -70,7 +70,7 @@ class Documents:
 
     @property
     def row_count(self) -> int:
-        """Returns the number of rows: those that trees were made of, or the documents."""
+        """Returns the number of rows that became trees, or of documents."""
         return self.count if self.rows is None else len(self.rows.sizes)
 
     def shard(self, x: Tensor, rank: int, fill: float = 0) -> Tensor:

@@ -19,7 +19,7 @@ from lightseq.sequence.documents import Documents, node_tensor, nodes_of
 class BatchState:
     """State of the batch that a model computes now."""
 
-    packed: bool = False  # it holds documents
+    packed: bool = False  # the batch is packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class SequenceGroup:
         return packed_layout(self.layout, self.balances_documents, nodes)
 
     def layout_and_nodes(self, local: int, boundaries: Tensor | None) -> tuple[Layout, Nodes]:
-        """Returns the layout of a sequence and its nodes, of which documents have no parents.
+        """Returns the layout of a sequence and its nodes. Documents have no parents.
 
         `local` tokens are on each rank. `boundaries` are the `node_tensor` of packed documents, or None.
         """

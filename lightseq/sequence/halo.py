@@ -1,4 +1,4 @@
-"""Tokens before those that a rank holds, for layers that look a few tokens back, such as short convolutions.
+"""Tokens before a rank's own, for layers that look a few tokens back, such as short convolutions.
 
 A rank holds its part of a sequence in fragments, runs of neighbouring tokens: the chunks of the layout. The tokens
 before a fragment are mostly on another rank. Which rows travel where follows from the layout, on every rank alike.
@@ -84,8 +84,8 @@ class LookBack:
     received_rows: Tensor  # rows received, one for each received slot
     sent_rows: Tensor  # rows of x
     rows: Tensor  # rows of x in own_rows or sent_rows, sorted
-    own_places: Tensor  # where own_rows stand in `rows`
-    sent_places: Tensor  # where sent_rows stand in `rows`
+    own_places: Tensor  # places of own_rows in `rows`
+    sent_places: Tensor  # places of sent_rows in `rows`
     sent_counts: list[int]  # by rank
     received_counts: list[int]
     communicates: bool  # the same on all ranks
@@ -99,7 +99,7 @@ class LookBack:
         return out.view(len(x), self.lookers, count, *x.shape[2:])
 
     def add_gradient(self, dx: Tensor, dslots: Tensor, group: SequenceGroup) -> None:
-        """Adds to the gradient of x (B, S, ...), in place, that of the slots (B, lookers, C, ...) gathered from it.
+        """Adds the gradient of gathered slots (B, lookers, C, ...) to the gradient of x (B, S, ...), in place.
 
         Each token's gradients, from all ranks, are added in float32 or wider.
         """
@@ -128,7 +128,7 @@ def _plan_for(group: SequenceGroup, x: Tensor, boundaries: Tensor | None, count:
 
 @lru_cache(maxsize=MAX_PLANS)  # serves all layers, forward and backward
 def _evenly_spaced(layout: Layout, rank: int, nodes: Nodes, count: int, lookers: int, device: torch.device) -> LookBack:
-    """Makes the plan of one rank, of whose tokens `lookers` look back; the first token is one of them."""
+    """Makes the plan of one rank. `lookers` evenly spaced tokens look back, beginning with the first."""
     looking = layout.positions(rank, nodes.length).unflatten(0, (lookers, -1))[:, 0].contiguous()
     return look_back(layout, rank, nodes, count, positions_before(looking, count, nodes), device)
 
@@ -226,7 +226,7 @@ def _fake(x: Tensor, group_name: str, boundaries: Tensor | None, count: int, loo
 
 
 def add_gradient(dx: Tensor, dbefore: Tensor, group: SequenceGroup, boundaries: Tensor | None) -> None:
-    """Adds to the gradient of x (B, S, ...), in place, that of the tokens (B, lookers, C, ...) looked up from it.
+    """Adds the gradient of the fetched tokens (B, lookers, C, ...) to the gradient of x (B, S, ...), in place.
 
     Every rank of the group must call it.
     """

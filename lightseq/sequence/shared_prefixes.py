@@ -25,7 +25,7 @@ class SharedRows:
     """Rows as one row of trees."""
 
     nodes: Nodes
-    ids: Ints  # (tokens,), those of all nodes
+    ids: Ints  # ids of all nodes, (tokens,)
     places: tuple[Ints, ...]  # for each row, the place of each of its tokens among `ids`
 
     def saves(self, share: float) -> bool:
@@ -60,7 +60,7 @@ class SharedRows:
         return np.bincount(np.concatenate(self.places), minlength=len(self.ids))
 
     def merged(self, values: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
-        """Returns the value of every token, (tokens, ...), from those of each row's tokens; None if rows differ in one.
+        """Merges values of the rows' tokens to one per tree token, (tokens, ...); None if rows differ in a value.
 
         A row's last token, which predicts nothing, takes the value of a row that goes on.
         """

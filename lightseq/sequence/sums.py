@@ -13,8 +13,8 @@ from lightseq.utils.tensors import IGNORE_INDEX, upload
 def sum_of_targets(values: Tensor, labels: Tensor, documents: Documents | None, rank: int) -> Tensor:
     """Sums values over this rank's targets: (..., batch, local) to (..., batch), or (..., documents) if packed.
 
-    In trees that were made of rows, they are (..., rows), and a token adds to each row that learns its target. The sums
-    are float32, or float64 for float64 values. Tokens without a label add nothing.
+    The result is (..., rows) in trees made of rows, and a token adds to each row that learns its target. Sums are
+    float32, or float64 for float64 values. Tokens without a label add nothing.
     """
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     wide = torch.where(labels == IGNORE_INDEX, 0.0, wide)
@@ -31,7 +31,7 @@ def sum_of_targets(values: Tensor, labels: Tensor, documents: Documents | None, 
 def sum_over_ranks(group: dist.ProcessGroup, x: Tensor, gradient_factor: float = 1.0) -> Tensor:
     """Returns the sum of a tensor over the ranks that share a sequence.
 
-    If all of them compute the same loss of it and call `backward`, parameter gradients, summed over ranks, count the
+    If all of them compute the same loss from it and call `backward`, parameter gradients, summed over ranks, count the
     loss once. `gradient_factor` multiplies the gradient: with the number of ranks, each rank's loss divided by that
     number is its share, and the shares add up to the loss.
     """

@@ -85,7 +85,7 @@ def typed_turns(on_terminal: bool) -> Iterator[str]:
 
 
 def answer(writer: Writer, turns: Sequence[Turn]) -> str:
-    """Prints the answer to a chat while it is written, and returns it; after Ctrl-C, what was printed of it."""
+    """Prints the answer to a chat while it is written. Returns it, or the printed part after Ctrl-C."""
     ids = encode_turns(writer.tokenizer, turns, writer.name)
     note_length(writer, len(ids))
     streamer = printing_streamer(writer.tokenizer.as_transformers())

@@ -48,7 +48,7 @@ def _convert(args: argparse.Namespace) -> None:
         if ended.returncode or not partial.is_file():
             said = [line.strip() for line in ended.stderr.splitlines() if line.strip()] or ["it wrote nothing"]
             frames = [line for line in said if line.startswith("File ")]
-            where = f" ({frames[-1]})" if frames and ":" not in said[-1] else ""  # an assertion without a message
+            where = f" ({frames[-1]})" if frames and ":" not in said[-1] else ""  # bare AssertionError: name its place
             raise ValueError(
                 f"{CONVERTER} failed: {said[-1]}{where}; --converter_flags passes flags on; the command was "
                 f"{shlex.join(command)}"

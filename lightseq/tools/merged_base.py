@@ -41,7 +41,7 @@ class BaseWeights:
         if isinstance(found, PackedWeight):
             found = found.like(found.raw, dtype=trained).dense()
         elif name in self.quantized:
-            # GPUs may sum the scales in another order than CPUs, and the run had its weights on one.
+            # GPUs may sum scales in another order than CPUs, so use a GPU as the run did.
             device = "cuda" if torch.cuda.is_available() else "cpu"
             found = nf4.quantize(found.to(device, trained)).dense().cpu()
         return found.to(torch.promote_types(found.dtype, dtype)) if found.is_floating_point() else found, dtype
@@ -54,7 +54,7 @@ class BaseWeights:
 
 
 def find_base_weights(source: Path, adapter: Path, keep_16_bits: bool) -> BaseWeights:
-    """Finds the base weights that an adapter was trained on, or those of the `source`'s files in 16 bits.
+    """Finds the base weights that an adapter was trained on, or the 16-bit weights of `source`'s files.
 
     Raises ValueError if the `source` does not have them.
     """

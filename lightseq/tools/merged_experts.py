@@ -1,4 +1,4 @@
-"""Adapters as changes of the tensors in a model's files, which hold experts stacked, or a tensor for each of them.
+"""Adapters as changes of the tensors in a model's files. Files hold stacked experts, or a tensor for each.
 
 Shape suffixes: E experts, O outputs, I inputs, K an adapter's rank.
 """
@@ -109,7 +109,7 @@ def changes_of_experts(
 
 
 def _is_transposed_by_shape(conversion: Conversion) -> bool:
-    """Returns whether files may have a weight as the model has it or transposed, which only its shape tells."""
+    """Returns whether only its shape tells if files hold a weight transposed."""
     return any(isinstance(step, Transpose) and step.check_dims for step in conversion.converter.operations)
 
 

@@ -130,7 +130,7 @@ def _read_adapter(path: Path) -> tuple[Pairs, dict[str, Tensor]]:
 
 
 def _check_copies(source: Path, copies: Mapping[str, Tensor], path: Path) -> None:
-    """Raises ValueError unless weights of the base model in an adapter's file are those of the base model's files."""
+    """Raises ValueError if base weights in an adapter's file differ from the base model's files."""
     with _readable(source):
         files = tensor_files(source, REMEDY)
     with _readable(source), open_tensors(files) as stored:
@@ -142,7 +142,7 @@ def _check_copies(source: Path, copies: Mapping[str, Tensor], path: Path) -> Non
 def _find_changes(
     source: Path, pairs: Pairs, settings: Mapping[str, Any], path: Path
 ) -> tuple[dict[str, Change], Mapping[str, str]]:
-    """Returns what A and B add to each tensor in the files of the base model, and the names there of the model's.
+    """Returns the change by A and B of each tensor in the base model's files, and the model's names there.
 
     Raises ValueError for A and B that are no matrices of the rank, and for weights that the files have in another
     shape: a transposed square one, as a Conv1D has, would take the wrong product.
@@ -150,7 +150,7 @@ def _find_changes(
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         model = build_to_train(config)
-    except Exception:  # a model of other code, whose weights the shapes check alone
+    except Exception:  # unknown code: only shapes check the weights
         return _linear_changes(pairs, settings["r"], path), {}
     parameters = _parameters_of_experts(config, settings, path)
     linears = {name: pair for name, pair in pairs.items() if name not in parameters}
@@ -186,7 +186,7 @@ def _find_changes(
 
 
 def _parameters_of_experts(config: PreTrainedConfig, settings: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Returns the stacked weights that an adapter is of, by the names of the adapter's modules."""
+    """Returns the stacked weights that an adapter changes, by the names of its modules."""
     if not (targets := settings.get("target_parameters")):
         return {}
     model = build_to_train(config)

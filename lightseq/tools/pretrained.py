@@ -1,4 +1,4 @@
-"""A whole model on one device, whose files are checked as those of a run that trains."""
+"""A whole model on one device, loaded with the same checks of files as in training."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -120,7 +120,7 @@ def find_base(adapter: Path) -> Path:
 
 
 def _load_adapted(directory: Path, device: torch.device) -> Any:
-    """Loads a model and peft's adapter of it."""
+    """Loads a model and its peft adapter."""
     try:
         from peft import PeftModel, get_peft_model_state_dict
     except ImportError as error:
@@ -156,7 +156,7 @@ def _guarded(path: Path, read: Callable[[], Any]) -> Any:
 
 
 def _reason(error: Exception, path: Path) -> str:
-    """Returns an error's first line, or of a value that transformers does not know the keys that have it."""
+    """Returns an error's first line. For an unknown value in a config, returns the keys with this value."""
     if not isinstance(error, KeyError) or path.name != CONFIG:
         return first_line(error)
     (value,) = error.args or (None,)

@@ -132,7 +132,7 @@ def load_tokenizer_of(checkpoint: str) -> tuple[Path, Any]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # it advises packages that make generation faster
     directory = find_directory(checkpoint)
-    read_model_config(directory)  # a fault of it would look like the tokenizer's
+    read_model_config(directory)  # else a faulty config would look like a faulty tokenizer
     return directory, _load_tokenizer(directory, checkpoint)
 
 
@@ -161,7 +161,7 @@ def to_float16(model: Any) -> bool:
 
 
 def say(line: str) -> None:
-    """Prints a line beside the texts."""
+    """Prints a line to stderr, apart from the texts."""
     print(line, file=sys.stderr, flush=True)
 
 

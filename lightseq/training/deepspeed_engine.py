@@ -171,7 +171,7 @@ class DeepSpeedEngine:
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 yield name, self._deepspeed.utils.safe_get_full_fp32_param(parameter)
-            else:  # a router's bias, for example, of which DeepSpeed's optimizer has no copy
+            else:  # for example a router's bias, which DeepSpeed's optimizer does not copy
                 with self._deepspeed.zero.GatheredParameters(parameter):
                     whole = parameter.detach().clone()
                 yield name, whole

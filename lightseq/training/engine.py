@@ -43,7 +43,7 @@ class Engine(Protocol):
     dims: ParallelDims
     config: TrainConfig  # the flags, with the planner's choices
     memory: MemorySettings
-    plan: Plan | None  # which the memory settings come from; None: no planner decided, as on CPUs
+    plan: Plan | None  # source of the memory settings; None: no planner decided, as on CPUs
     sharding_description: str  # sharding and location of the parameters, for display
     offload: Offload | None  # moves activations to the host
     routers: Routers | None  # only if a flag balances experts

@@ -16,7 +16,7 @@ from lightseq.distributed.world import World, exit_process, report_error
 from lightseq.training.terminal import Terminal
 from lightseq.utils.formatting import first_line
 
-RANK_0_SECONDS = 5.0  # head start of rank 0, so that it is the one to explain
+RANK_0_SECONDS = 5.0  # head start that lets rank 0 explain the error
 EXPLAINING_SECONDS = 60.0  # other ranks wait this long: the launcher kills all ranks once one has ended
 HOST_OUT_OF_MEMORY = "host out of memory"
 # Out-of-memory messages of the driver, Triton, cuBLAS, cuDNN and NCCL, which torch's allocator does not see.

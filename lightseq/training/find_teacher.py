@@ -78,7 +78,7 @@ def find_teacher(config: TrainConfig, family: ModelFamily, model: FoundModel, wo
 
 
 def teacher_source(family: ModelFamily, name: str, needs_weights: bool = True) -> ModelSource:
-    """Returns what --teacher names. Raises ValueError for unknown names, and for a preset if weights are needed."""
+    """Resolves the name of --teacher. Raises ValueError for unknown names, and for a preset if weights are needed."""
     if needs_weights and family.preset(name) is not None:
         raise ValueError(f"--teacher {name} is a preset, which has no weights; give a directory (./name) or a hub id")
     return _named(lambda: resolve(family, name, random_init=not needs_weights))

@@ -115,7 +115,7 @@ class FsdpEngine:
         return parallel.loss_model.eval()
 
     def _materialize(self, model: PreTrainedModel, parallel: ParallelModel) -> None:
-        """Allocates a model's weights and page-locks those on the host in place.
+        """Allocates a model's weights, and page-locks weights on the host in place.
 
         FSDP2 would copy each of them into an allocation rounded up to a power of two.
         """

@@ -273,6 +273,6 @@ def _bytes_are_tokens(config: TrainConfig, directory: Path | None) -> bool:
 
 
 def _of_evaluation(note: str) -> str:
-    """Marks a note on data as one on the evaluation's."""
+    """Marks a note as one on the evaluation data."""
     warning = "warning: "
     return f"{warning}evaluation: {note.removeprefix(warning)}" if note.startswith(warning) else f"evaluation: {note}"

@@ -84,5 +84,5 @@ def _word(value: Any) -> str:
 
 
 def _public(value: str) -> str:
-    """Returns the name of a local file or folder, whose place is nobody's business, and other values as they are."""
+    """Removes the folder from a local path, to keep it private. Returns other values unchanged."""
     return Path(value).name if os.path.exists(value) else value

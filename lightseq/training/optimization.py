@@ -64,7 +64,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 class _LocalUpdates(torch.optim.Optimizer):
-    """Lets an optimizer of torch update the local tensors of DTensors. The optimizer state stays DTensors.
+    """Wrapper of a torch optimizer that updates the local tensors of DTensors. Its state remains DTensors.
 
     An update of DTensors goes through their dispatcher, which costs host time per tensor and caches an entry per step.
     It also refuses lists in which some tensors are not DTensors, as float32 parameters that every rank has whole.
@@ -213,7 +213,7 @@ def first_nonfinite(norms: Tensor) -> Tensor:
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Takes the step if the norm is finite. Fused AdamW checks on the device; otherwise the host waits for the norm."""
+    """Updates the weights if the norm is finite. Fused AdamW checks on the device, else the host waits for the norm."""
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Routers as a run's flags ask for them: their loss, and the biases that balance experts."""
+"""Flags of routers: their loss, and the biases that balance experts."""
 
 from transformers import PreTrainedConfig, PreTrainedModel
 

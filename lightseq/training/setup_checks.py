@@ -192,7 +192,7 @@ def check_kernel(config: TrainConfig, model_config: PreTrainedConfig, device: to
 def kernel_specs(
     config: TrainConfig, model_config: PreTrainedConfig, device_type: str, capability: tuple[int, int], ranks: int
 ) -> list[KernelSpec]:
-    """Returns what a run's attention kernels have to support, one for each kind of heads.
+    """Returns the requirements of a run's attention kernels, one per kind of heads.
 
     The device has this type and CUDA compute capability; this many ranks share a sequence.
     """

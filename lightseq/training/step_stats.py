@@ -31,7 +31,7 @@ class StepResult:
     nonfinite: Tensor  # index of the first parameter with a non-finite gradient, or -1
     learning_rate: float
     valid_tokens: int
-    counted: Tensor  # what the loss is the mean over, such as targets, of all groups; on the device
+    counted: Tensor  # divisor of the loss, such as the number of targets, over all groups; on the device
     positions: int  # padding included
     tokens: int  # without padding
     attention_area: float  # twice the visible (query, key) pairs in a layer

@@ -59,7 +59,7 @@ def operator_wrapper() -> OperatorWrapper | None:
 
 
 def reuse_or_compute(compute: Callable[[], Results]) -> Results:
-    """Returns the results of an operator: those that a checkpoint around it has stored, else computed ones."""
+    """Returns an operator's results: stored by the checkpoint around it, or computed."""
     wrapper = operator_wrapper()
     return compute() if wrapper is None else wrapper(compute)
 

@@ -57,7 +57,7 @@ def divisors(count: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Aligns the columns of a table, those in `left` to the left and the others to the right. Returns its lines."""
+    """Aligns the columns of a table: columns in `left` to the left, others to the right. Returns its lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -63,8 +63,8 @@ class _Handlers(dict[int, Callable[[Any], None]]):
 class _DescribingUnpickler(pickle._Unpickler):
     """Unpickler that describes objects instead of making them.
 
-    It is Python's own in Python, whose memory grows with a file's length only. Dict keys are strings or PickledObjects,
-    which hash in constant time.
+    It extends the pure-Python unpickler, whose memory grows only with the file's length. Dict keys are strings or
+    PickledObjects, which hash in constant time.
     """
 
     stack: list[Any]

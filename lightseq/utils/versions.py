@@ -39,7 +39,7 @@ def check_transformers() -> None:
 
 
 def check_version(package: str, oldest: str, part: str) -> None:
-    """Raises ValueError if the installed package is older than a part of lightseq or of a model needs."""
+    """Raises ValueError if an installed package is too old for a part of lightseq or of a model."""
     found = version(package)
     if Version(found) < Version(oldest):
         raise ValueError(f"{package} {found} is too old for {part}; install {oldest} or newer")

@@ -118,7 +118,7 @@ class SoftCapKernel(Protocol):
 
 
 def gradient_memory(into: GradientMemory, saved: Saved) -> list[Tensor]:
-    """Returns memory for dq, dk and dv: the given tensors, or new ones in the place of None."""
+    """Returns memory for dq, dk and dv: the given tensors, and new tensors instead of None."""
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format) if given is None else given
         for given, x in zip(into, saved[:3], strict=True)

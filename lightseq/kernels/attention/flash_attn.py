@@ -28,7 +28,7 @@ from lightseq.kernels.attention.torch_native import (
 )
 from lightseq.schedule.table import Mask
 
-CUDNN_LENGTH = 1024  # lengths that are no multiple are taken for those of one batch
+CUDNN_LENGTH = 1024  # other lengths are treated as one batch
 
 
 @dataclass(frozen=True)
@@ -235,17 +235,17 @@ def _has_cudnn_for_256(device: torch.device) -> bool:
 
 
 def _sides(window: int | None) -> dict[str, int]:
-    """Returns the keys that a query sees to its left and right, as FA2 and FA3 take a window; -1: all."""
+    """Converts a window to FA2's and FA3's form: visible keys to the left and right; -1: all."""
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": -1 if window is None else 0}
 
 
 def _left_side(window: int | None) -> dict[str, int]:
-    """Returns the keys that a query sees to its left, as FA4 takes a window of a causal mask."""
+    """Converts a causal mask's window to FA4's form: visible keys to the left."""
     return {} if window is None else {"window_size_left": window - 1}
 
 
 def _named(lengths: Lengths | None) -> dict[str, Any]:
-    """Returns the lengths of segments as keyword arguments of FA4; none for a dense batch."""
+    """Converts lengths of segments to keyword arguments of FA4; none for a dense batch."""
     if lengths is None:
         return {}
     return {

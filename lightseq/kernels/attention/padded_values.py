@@ -1,4 +1,4 @@
-"""Kernels for keys and values of different dimensions, made of kernels that need equal ones."""
+"""Wrappers that run kernels for equal dimensions on keys and values of different dimensions."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,7 +70,7 @@ class _Padded:
 
 
 class _PaddedVarlen(_Padded):
-    """The same for a kernel that computes several segments in one call."""
+    """Pads values for varlen kernels."""
 
     def forward_varlen(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, causal: bool, scale: float,

@@ -49,7 +49,7 @@ def select(name: str, spec: KernelSpec) -> Selection:
 
 
 def _make(name: str, spec: KernelSpec) -> tuple[Kernel, str | None]:
-    """Returns a kernel and why it cannot run here, if so. One that needs keys and values of one dimension is padded."""
+    """Makes a kernel, padded if it needs equal dimensions of keys and values. Returns why it cannot run, if so."""
     kernel = KERNELS[name].make(spec)
     reason = kernel.why_unavailable(spec)
     if reason != NEEDS_EQUAL_DIMS:
@@ -95,7 +95,7 @@ def with_softcap(kernel: Kernel, softcap: float | None) -> Kernel:
 def why_unsupported(name: str, spec: KernelSpec) -> str | None:
     """Returns why this hardware cannot run the named kernel, or None if it can. Ignores what is installed."""
     kernel = KERNELS[name].make(spec)
-    check = getattr(kernel, "why_unsupported", kernel.why_unavailable)  # the latter needs no optional library
+    check = getattr(kernel, "why_unsupported", kernel.why_unavailable)  # a hardware check imports nothing
     reason: str | None = check(spec)
     return reason if reason != NEEDS_EQUAL_DIMS else check(replace(spec, head_dim=spec.widest, value_dim=spec.widest))
 

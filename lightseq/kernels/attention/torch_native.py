@@ -138,7 +138,7 @@ class AtenKernel:
 
 
 def _sides(window: int | None) -> dict[str, int]:
-    """Returns the keys that a query sees to its left and right, as aten's kernels take a window."""
+    """Converts a window to the form of aten's kernels: visible keys to the left and right."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 

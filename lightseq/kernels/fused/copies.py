@@ -19,8 +19,8 @@ from lightseq.kernels.fused.launches import Launch, alignments
 from lightseq.utils.tensors import upload
 
 COPY_WORDS = 2048  # words of 8 bytes that one program copies
-SUM_ELEMENTS = 2048  # for one program of a sum
-MERGE_ELEMENTS = 1024  # for one program of a merge
+SUM_ELEMENTS = 2048  # elements per program of a sum
+MERGE_ELEMENTS = 1024  # elements per program of a merge
 
 
 def copy_launch(pairs: Sequence[tuple[Tensor, Tensor]]) -> Launch | None:

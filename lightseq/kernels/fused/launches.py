@@ -30,7 +30,7 @@ class Launch:
         self, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any],
         num_warps: int,
     ) -> None:  # fmt: skip
-        """Takes `constants` by name, in the order in which they follow the arguments in the kernel's signature."""
+        """Stores a launch. `constants` are named, in the order of the kernel's signature after its arguments."""
         self._kernel, self._grid, self._arguments = kernel, grid, arguments
         self._constants, self._num_warps = constants, num_warps
         self._again: Callable[..., None] | None = None

@@ -38,7 +38,7 @@ class Summary(NamedTuple):
 
 
 def transition_size(x: ScanInputs) -> tuple[int, int]:
-    """Returns the rows and columns of a transition: K and K, or one column where it only scales the rows of a state."""
+    """Returns the shape of a transition: (K, K), or (K, 1) if it only scales rows of a state."""
     keys = x.k.shape[-1]
     if x.beta is not None:
         return keys, keys
@@ -59,10 +59,10 @@ class BackwardScan(Protocol):
     """The backward pass over segments, in two steps, so that final gradients may depend on initial ones."""
 
     def initial_gradients(self) -> Tensor:
-        """Returns the gradients of the initial states (B, N, H, K, V) if no gradient comes from the final ones."""
+        """Returns the gradients of the initial states (B, N, H, K, V) for zero gradients of the final states."""
 
     def run(self, dfinal: Tensor | None) -> ScanInputs:
-        """Returns the gradients of the inputs, given those of the final states (B, N, H, K, V); None: zeros."""
+        """Returns the gradients of the inputs from the final states' gradients (B, N, H, K, V); None: zeros."""
 
 
 class ScanKernel(Protocol):

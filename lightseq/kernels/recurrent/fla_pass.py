@@ -1,7 +1,7 @@
 """Parts shared by the kernels that run on flash-linear-attention (package fla-core).
 
 fla's own functions run a whole pass. Here a pass has two steps (base.py), so these kernels call the ones inside fla's:
-one for what the chunks of 64 tokens need, one that carries the state from chunk to chunk, one for the outputs.
+one prepares chunks of 64 tokens, one carries the state from chunk to chunk, one computes outputs.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class FlaPass:
         return self._rows(out, self._dtypes[2])
 
     def _gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, dg: Tensor, dbeta: Tensor | None) -> ScanInputs:
-        """Returns the gradients of the inputs. dg is that of the decays summed within each chunk."""
+        """Returns the gradients of the inputs. dg is the gradient of decays summed within each chunk."""
         dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **self._of_segments)
         found = [part for part in (dq, dk, dv, dg, dbeta) if part is not None]
         return ScanInputs(*(self._rows(part, dtype) for part, dtype in zip(found, self._dtypes, strict=True)))
@@ -73,7 +73,7 @@ class DeltaStates:
     """Carries the state of a delta rule over all chunks."""
 
     k: Tensor
-    w: Tensor  # keys that a state's values are compared with, after the triangular system of each chunk
+    w: Tensor  # fla's w: keys after solving the triangular system of each chunk
     decay: dict[str, Tensor]  # g for one decay per head, gk for one per channel
     of_segments: dict[str, Any]
 

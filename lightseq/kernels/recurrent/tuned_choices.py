@@ -44,7 +44,7 @@ def autotuners() -> Iterator[tuple[str, Any]]:
 
 
 def measured() -> list[dict[str, Any]]:
-    """Returns what the autotuners have chosen in this process: kernel, key, dtypes of arguments, and the choice.
+    """Returns the autotuners' choices in this process: kernel, key, dtypes of arguments, and choice.
 
     Raises ValueError for a key whose parts cannot be named.
     """
@@ -65,14 +65,14 @@ def measured() -> list[dict[str, Any]]:
 
 
 def _key_names(tuner: Any) -> list[str]:
-    """Returns the names of a tuning key's leading values, without what the tuner itself or a heuristic inside sets."""
+    """Returns the names of a tuning key's leading values, without those set by the tuner or its heuristics."""
     inside = {*tuner.configs[0].kwargs, *getattr(tuner.fn, "values", ())}
     return [name for name in tuner.keys if name not in inside]
 
 
 @cache
 def take_tuned_choices(key_heads: int, value_heads: int, device: torch.device) -> None:
-    """Lets fla's autotuners skip measuring what the file for this GPU has, for these numbers of heads."""
+    """Gives fla's autotuners the stored choices for this GPU and these numbers of heads."""
     file = FILES.get(torch.cuda.get_device_capability(device))
     if file is None:
         return

@@ -102,7 +102,7 @@ def _depths(options: Options) -> list[float]:
 
 
 def _tokenizer(config: TrainConfig, model: FoundModel, examples: Examples | None) -> Tokenizer | None:
-    """Loads --tokenizer, or else the tokenizer of the haystack's tokens, or else the model's, if it has one."""
+    """Loads the tokenizer of --tokenizer, of the haystack's tokens or of the model, in this order; None without one."""
     of_data = examples.source.meta.get("tokenizer") if isinstance(examples, WindowExamples) else None
     of_model = str(model.weights) if model.weights and has_tokenizer(str(model.weights)) else None
     name = config.tokenizer or of_data or of_model

@@ -63,7 +63,7 @@ def model_rows(
     by their documents.
     """
     plain_config = copy.deepcopy(inputs.model_config)  # training modifies the config
-    # The plain loss is that of the tokens.
+    # The plain model computes only the loss of next tokens.
     others = {flag: getattr(TrainConfig, flag) for each in OBJECTIVES.values() for flag in each.own}
     config = replace(config, router_aux_loss_coef=0.0, objective="next_token", share_prefixes=False, **others)
     trainer = Trainer(config, inputs, world, build_engine(config, inputs, world))
@@ -211,7 +211,7 @@ def _compare(step: Step, plain: PreTrainedModel, documents: Sequence[Document], 
 
 
 def _loss_tolerance(own: Step, want: Step) -> float:
-    """Returns twice the plain loss's error plus STANDARD_ERRORS, since errors of tokens may cancel by chance."""
+    """Returns twice the plain loss's error, plus STANDARD_ERRORS because errors of tokens may cancel by chance."""
     assert own.token_losses is not None and want.token_losses is not None
     spread = float((own.token_losses - want.token_losses).square().mean().sqrt())
     return 2 * (abs(own.loss - want.loss) + STANDARD_ERRORS * spread / math.sqrt(len(want.token_losses)))
