@@ -15,12 +15,8 @@ from lightseq.utils.tensors import IGNORE_INDEX, upload
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
 BATCH_FACTS: Final = "batch_facts"  # key of `batch_facts` in a batch
-<<<<<<< HEAD
 FACTS: Final = 6  # numbers of `batch_facts`
-COUNTED_TOKENS: Final = "counted_tokens"  # key of the tokens that router losses count, if not all do
-=======
 COUNTED_TOKENS: Final = "counted_tokens"  # key in a batch: tokens that router losses count; absent: all
->>>>>>> wt-docs
 
 _HASHED_WORDS: Final = 2**21
 _FACTORS: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, with mixed bits
