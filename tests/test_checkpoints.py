@@ -35,7 +35,7 @@ def test_the_page_of_models_repeats_costs_of_the_table() -> None:
     assert len(shown) > 10
     for name, full, lora in shown:
         assert (full, lora) == (listed[name]["full, 2 GPUs"], listed[name]["LoRA, 1 GPU"]), name
-    assert f"has {len(listed)} of them" in " ".join(page.split())
+    assert f"has {len(listed)} checkpoints" in " ".join(page.split())
 
 
 @pytest.mark.slow
