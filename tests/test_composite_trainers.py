@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from worlds import spawn
 
 from benchmarks.tiny_models import plain_model, tiny_config
-from lightseq.integrations import SequenceParallelSFTTrainer, SequenceParallelTrainer
+from lightseq.integrations import SequenceParallel, SequenceParallelSFTTrainer, SequenceParallelTrainer
 
 FAMILIES = ("gemma3", "qwen3_vl", "mistral3")
 CASES: Mapping[str, dict[str, Any]] = {
@@ -23,6 +23,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "packed": {"max_length": 64, "packing": True},
     "recomputed": {"max_length": 64, "gradient_checkpointing": True},
     "accumulated": {"max_length": 64, "gradient_accumulation_steps": 2},
+    "with encoders": {"max_length": 64, "gradient_checkpointing": True, "ddp_find_unused_parameters": None},
 }
 
 
@@ -32,13 +33,16 @@ def model_of(kind: str) -> PreTrainedModel:
 
 
 def train(_rank: int, kind: type[Trainer], family: str, changes: Mapping[str, Any], **options: Any) -> Numbers:
-    # Without the encoders, which get no gradient, so that DDP waits for none.
     model = model_of(family)
     images = {value for name, value in vars(model.config).items() if name.endswith(("token_id", "token_index"))}
     rows = Dataset.from_list([{"input_ids": [i for i in ids if i not in images]} for ids in documents()])
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("language_model" in name or "lm_head" in name)
     settings = {"learning_rate": 0.02, **changes}
+    if "ddp_find_unused_parameters" in changes:
+        if not issubclass(kind, SequenceParallel):
+            settings["ddp_find_unused_parameters"] = True
+    else:  # without the encoders, which get no gradient, so that DDP waits for none
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("language_model" in name or "lm_head" in name)
     with shared_folder() as folder:
         if issubclass(kind, SFTTrainer):
             arguments: Any = SFTConfig(**common(folder, **settings))

@@ -37,7 +37,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from benchmarks.tiny_models import tiny_config
 from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.integrations import SequenceParallelAsyncGRPOTrainer
-from lightseq.integrations.async_grpo import SequenceParallelAsync
+from lightseq.integrations.async_grpo import SequenceParallelAsync, _layers_pass_trls_check
 from lightseq.integrations.tree_rows import nodes_of_paths
 from lightseq.schedule.nodes import Nodes
 
@@ -71,9 +71,9 @@ def flash_attn_varlen_func(
 
 
 class Worker:
-    """Rollouts of a few prompts, whose answers begin alike; every rollout has another length."""
+    """Rollouts of a few prompts, whose answers begin alike; other lengths for every rollout, or `length` for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int | None = None) -> None:
         self.rollout_buffer: queue.Queue = queue.Queue()
         self.metrics_queue: queue.Queue = queue.Queue()
         draw = torch.Generator().manual_seed(3)
@@ -84,7 +84,8 @@ class Worker:
         for group in range(2 * STEPS * SAMPLES):
             prompt, common_part = ids(9 + group % 5), ids(group % 3)
             for answer in range(4):
-                completion = [*common_part, *ids(2 + (5 * answer + group) % 11)]
+                own = 2 + (5 * answer + group) % 11 if length is None else length - len(common_part)
+                completion = [*common_part, *ids(own)]
                 row = [*prompt, *completion]
                 mask = [0] * len(prompt) + [1] * len(completion)
                 self.rollout_buffer.put(
@@ -146,7 +147,7 @@ def run(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # which asks CUDA
     case = dict(case)
     adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
-    family, compiles = case.pop("family", None), case.pop("compile_layers", False)
+    family, compiles, length = (case.pop(name, None) for name in ("family", "compile_layers", "length"))
     if compiles and options:
         options["compile_layers"] = True
     with shared_folder() as folder:
@@ -167,7 +168,7 @@ def run(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int
         trainer = kind(
             f"{folder}/model", args=AsyncGRPOConfig(**common(folder, **changes)), peft_config=adapters,
             train_dataset=[{"prompt": "<3>"}], processing_class=tokenizer(),
-            rollout_worker=Worker() if rank == 0 else None, weight_transfer=weights, **options,
+            rollout_worker=Worker(length) if rank == 0 else None, weight_transfer=weights, **options,
         )  # fmt: skip
         trainer.train()
     timed = ("perf/", "_s", "runtime", "per_second", "queue_size", "total_flos")
@@ -219,6 +220,41 @@ def assert_all_equal(found: list[Numbers], wanted: Numbers) -> None:
 def test_async_grpo_with_fsdp2_equals_one_process() -> None:
     wanted = spawn(1, run, AsyncGRPOTrainer, CASES["plain"], 1)[0]
     assert_all_equal(spawn(2, sharded, CASES["plain"], 2, 2), wanted)
+
+
+class TakesRecurrences(AsyncGRPOTrainer):
+    """TRL's trainer, which is right about a recurrent layer where each row has one sample."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with _layers_pass_trls_check():
+            super().__init__(*args, **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])
+def test_recurrent_layers_follow_the_tree_of_a_row(family: str, world: int) -> None:
+    case = {"family": family, "learning_rate": 0.01, "length": 6}  # a mean over micro-batches is then one over samples
+    one_by_one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": SAMPLES}
+    wanted = spawn(1, run, TakesRecurrences, {**case, **one_by_one}, 1)[0]
+    for got in spawn(world, split, case, world, world):
+        for ours, theirs in zip(got["history"][:STEPS], wanted["history"][:STEPS], strict=True):
+            for name in ("loss", "grad_norm"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+        for name, weight in wanted["weights"].items():
+            assert np.linalg.norm(got["weights"][name] - weight) <= 1e-5 * np.linalg.norm(weight), name
+
+
+def refusal(rank: int, family: str) -> str:
+    with pytest.raises(ValueError) as error:
+        run(rank, SequenceParallelAsyncGRPOTrainer, {"family": family}, 1, sequence_parallel_size=1)
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
+def test_recurrent_layers_on_one_rank_are_refused(family: str) -> None:
+    assert "would scan across the samples of a row on one rank" in spawn(1, refusal, family)[0]
 
 
 def test_paths_of_a_trie_become_nodes() -> None:

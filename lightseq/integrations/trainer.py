@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from lightseq.integrations.accelerate import ATTENTION_OPTIONS, enable, share_batches
 from lightseq.integrations.image_checks import check_images
@@ -20,7 +20,7 @@ from lightseq.integrations.packed_rows import takes_packed_rows
 from lightseq.integrations.rollouts import SharedRollouts
 from lightseq.integrations.split_model import SplitModel, TrainerBatches, split_model_of
 from lightseq.integrations.trl_head import trl_head_of
-from lightseq.models.decoder import transformers_model
+from lightseq.models.decoder import has_towers, transformers_model
 from lightseq.parts.identity import named_in
 from lightseq.utils.formatting import check_names
 from lightseq.utils.versions import check_version
@@ -40,8 +40,8 @@ class SequenceParallel(SharedRollouts):
     have its loss; groups of them are data parallel. `gradient_checkpointing` stores attention's output and recomputes
     the rest of each layer. `compile_layers` compiles each layer instead of the whole model (default: with
     `torch_compile`, and on GPUs for packed rows, which are then padded to `max_length`, and in trainers that generate).
-    `share_prefixes` computes the prompt of a micro-batch's completions, or of chosen and rejected answers, once, in
-    models without recurrent layers. `attention_options` are those of `hf.enable`.
+    `share_prefixes` computes the prompt of a micro-batch's completions, or of chosen and rejected answers, once.
+    `attention_options` are those of `hf.enable`.
     """
 
     accelerator: Any
@@ -89,6 +89,8 @@ class SequenceParallel(SharedRollouts):
             )
 
     def create_accelerator_and_postprocess(self) -> None:
+        if self.args.ddp_find_unused_parameters is None and _has_encoders(self.model):
+            self.args.ddp_find_unused_parameters = True  # a batch of text leaves encoders without gradients
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self._sequence_mesh = share_batches(self.accelerator, self._sequence_parallel_size)
         self._ranks_per_batch = 1 if self._sequence_mesh is None else self._sequence_mesh.size(1)
@@ -258,6 +260,12 @@ class SequenceParallel(SharedRollouts):
 
 class SequenceParallelTrainer(SequenceParallel, Trainer):
     """transformers' Trainer with sequences split over ranks."""
+
+
+def _has_encoders(model: Any) -> bool:
+    """Returns whether a model has encoders of images or audio beside its text decoder."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return any(isinstance(module, PreTrainedModel) and has_towers(module.config) for module in modules)
 
 
 def _divides_by_tp_size() -> bool:
