@@ -92,7 +92,7 @@ class _KeepsModel(TrainerCallback):
 
 
 def import_llamafactory_example() -> Any:
-    """Imports the example, and LLaMA-Factory beside a newer transformers, without torchaudio, whose wheel needs CUDA."""
+    """Imports the example; LLaMA-Factory takes an older transformers, and torchaudio, whose wheel needs CUDA."""
     os.environ["DISABLE_VERSION_CHECK"] = "1"
     sys.modules.setdefault("torchaudio", ModuleType("torchaudio"))
     sys.path.insert(0, str(EXAMPLES))

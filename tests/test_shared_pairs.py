@@ -119,7 +119,9 @@ def of_family(rank: int, files: Path, more: str) -> list[Run]:
         ("nemotron_h", "--recurrent_schedule heads"),
     ],
 )
-def test_windows_sinks_experts_and_recurrences_learn_alike_on_two_groups_of_ranks(family: str, more: str, tmp_path: Path) -> None:
+def test_windows_sinks_experts_and_recurrences_learn_alike_on_two_groups_of_ranks(
+    family: str, more: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family))
     shared, whole = spawn(4, of_family, write_pairs(tmp_path, model), more)[0]
