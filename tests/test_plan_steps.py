@@ -99,12 +99,15 @@ def test_packed_rows_are_planned_within_five_percent_and_ten(record: dict[str, A
     size = record["packed_rows"]
     asked = PlannedRun(model_of(record["model"])[1], config, hardware_of(record, record["world"]))
     documents = DocumentLengths(size, area_per_token=size, longest_tokens=size)
-    plan = best = make_plan(asked.changed(documents=documents))
-    if record in IN_ORDER:
-        before = make_plan(asked.changed(config=replace(config, remat=record["remat"])))
-        plan = plan_as_given(before.run.changed(documents=documents), in_order(Counter(before.placement.layers)))
+    best = make_plan(asked.changed(documents=documents))
+    measured = asked.changed(documents=documents, config=replace(config, remat=record["remat"]))
+    plan = make_plan(measured.changed(documents=None) if record in IN_ORDER else measured)
+    placement = in_order(Counter(plan.placement.layers)) if record in IN_ORDER else plan.placement
+    run = plan.run.changed(documents=documents)
+    if record["lora_rank"] is None:  # they gathered weights twice, which the planner has learnt to avoid since
+        run = run.changed(reshard_after_forward=True)
+    plan = plan_as_given(run, placement)
     check_plan(plan, record)
-    assert plan.run.config.remat == record["remat"]
     assert plan.run.attention_share == size / record["length"]
     assert plan.mfu * plan.step_seconds == pytest.approx(record["mfu"] * record["step_seconds"], rel=1e-6)
     assert best.step_seconds <= plan.step_seconds * (1 + SAME_SPEED)
@@ -148,6 +151,24 @@ def test_windows_wide_heads_and_more_norms_are_planned_within_five_percent_and_t
     config = parse(words, "").resolve_memory_flags(on_gpu=True)
     run = PlannedRun(model_of("gemma3-4b")[1], config, hardware_of(record, record["world"]))
     check_plan(make_plan(run), record)
+
+
+# Gathers of experts fill the steps of the whole model, and a small part of those of six layers.
+MIXTURES = ours("step-qwen3-30b-a3b-4xh200") + [
+    record
+    for record in ours("step-qwen3-moe-2xh100")
+    if record["label"].count("(") == record["label"].count("parallel")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("record", MIXTURES, ids=[f"{r['label']}, {r['length']}, {r['layers']}" for r in MIXTURES])
+def test_mixtures_are_planned_within_five_percent_and_ten(record: dict[str, Any]) -> None:
+    words = [*NEEDED, "--bf16", "--model_max_length", str(record["length"]), "--remat", record["remat"]]
+    ranks = record["label"].partition("expert_parallel_size ")[2][:1] or "1"
+    config = parse([*words, "--expert_parallel_size", ranks], "").resolve_memory_flags(on_gpu=True)
+    model = model_of("qwen3-30b-a3b", record["layers"])[1]
+    check_plan(make_plan(PlannedRun(model, config, hardware_of(record, record["world"]))), record)
 
 
 # ---- attention alone -------------------------------------------------------------------------------------------------

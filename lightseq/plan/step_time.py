@@ -241,12 +241,13 @@ def _repeated_inputs(layer: Layer, policy: str) -> int:
 
 
 def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
-    """Returns the seconds of gathers and reductions that compute does not hide.
+    """Returns the seconds by which gathers and reductions lengthen a pass.
 
-    Nothing hides the first gather, nor the gathers of embeddings and head.
+    Nothing hides the first gather, nor the gathers of embeddings and head. The others slow the kernels beside them.
     """
     layers = [collective_seconds(run, run.exchanged(place)) for place in range(len(run.layers))]
     exposed = sum(max(0.0, seconds - layer_seconds) for seconds in layers)
+    exposed += rates.COLLECTIVE_SHARE * sum(min(seconds, layer_seconds) for seconds in layers)
     experts = sum(_experts_seconds(run, layer.experts) for layer in run.layers if layer.experts is not None)
     return exposed + layers[0] / 2 + collective_seconds(run, run.weights.ends) + experts
 
