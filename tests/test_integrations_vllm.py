@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
-from vllm import LLM
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader import reload
 
 from lightseq.integrations import SequenceParallelGRPOTrainer
 
@@ -150,51 +147,13 @@ def train(
     return [record for record in trainer.state.log_history if "reward" in record]
 
 
-class CountingLLM(LLM):  # type: ignore[misc]
-    """vLLM in float32 that counts the completions of this process."""
-
-    completions = 0
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{**options, "dtype": "float32", "enforce_eager": True})
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().generate(*args, **kwargs)
-        CountingLLM.completions += sum(len(request.outputs) for request in found)
-        return found
-
-
-def reload_weights(generation: Any, sync: Callable[[Any], None]) -> None:
-    """Sends weights to vLLM of this process as its server takes them: on CPUs vLLM lays out weights anew."""
-    runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
-    with set_current_vllm_config(runner.vllm_config):
-        reload.initialize_layerwise_reload(runner.model)
-        sync(generation)
-        reload.finalize_layerwise_reload(runner.model, runner.model_config)
-
-
-def train_colocated(folder: str) -> None:
-    """Writes what is logged at every step, and the number of completions that this rank has generated."""
-    vllm_generation.LLM, kind = CountingLLM, vllm_generation.VLLMGeneration
-    sync = kind.sync_weights
-    kind.sync_weights = lambda generation: reload_weights(generation, sync)
-    rank = int(os.environ["RANK"])
-    records = train(rank, folder, None, FileClient, False, 1.0)
-    Path(folder, f"colocated-{rank}.json").write_text(json.dumps([records, CountingLLM.completions]))
-
-
 def test_ranks_with_vllm_in_their_process_share_the_completions(folder: Path) -> None:
-    """vLLM hangs in the forked processes of other tests, so a launcher starts these."""
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        __file__,
-        str(folder),
-    ]
-    done = subprocess.run(launch, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}, capture_output=True, text=True)
+    """vLLM hangs in forked processes, so a launcher starts these."""
+    program = Path(__file__).with_name("vllm_colocated.py")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program), str(folder)]
+    done = subprocess.run(
+        [sys.executable, *launch], env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}, capture_output=True, text=True
+    )
     assert not done.returncode, done.stderr[-4000:]
     for rank in range(2):
         records, completions = json.loads((folder / f"colocated-{rank}.json").read_text())
@@ -221,7 +180,3 @@ def test_a_server_without_the_new_weights_is_seen(folder: Path, server: str) -> 
     for first, *later in spawn(2, train, str(folder), server, ForgetfulClient, False, 1.0):
         assert first["sampling/sampling_logp_difference/max"] < 1e-4
         assert all(x["sampling/sampling_logp_difference/mean"] > 1e-2 for x in later)
-
-
-if __name__ == "__main__":
-    train_colocated(sys.argv[1])

@@ -1,5 +1,6 @@
 """Trains a step where it is imported, so that processes forked from there need not prepare what torch does once."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -30,6 +31,7 @@ def warm_up() -> None:
     train.init_distributed = init_distributed  # which `alone` replaces for good
     os.environ.clear()
     os.environ.update(environment)
+    gc.collect()  # process groups have threads here, which a fork lacks: freed there, they would wait for them
 
 
 warm_up()
