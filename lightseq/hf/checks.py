@@ -154,8 +154,8 @@ class Checks:
         """Raises ValueError for a choice of experts that does not fit the model or the batch."""
         if (routed := kwargs.get(ROUTED_EXPERTS)) is not None:
             check_shape(routed, args[0] if args else kwargs["input_ids"])
-            is_whole = facts is not None and facts.shape == (FACTS,)
-            check_experts(routed, self._decoder_layers, routed_range(facts) if is_whole else None)
+            of_batch = None if facts is None or facts.shape != (FACTS,) else routed_range(facts)
+            check_experts(routed, self._decoder_layers, of_batch)
 
     def _check_table(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Raises ValueError on every rank if a rank has a position beyond the model's table of positions."""
