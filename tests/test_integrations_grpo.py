@@ -447,6 +447,25 @@ def test_what_cannot_be_scored_or_divided_stops_every_rank() -> None:
         assert line.startswith("per_device_train_batch_size x steps_per_generation (3) times the groups of ranks that ")
 
 
+def completes_nothing(rank: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = SequenceParallelGRPOTrainer(
+            fresh_model(),
+            args=GRPOConfig(**common(folder, num_generations=2, max_steps=1, eval_strategy="no")),
+            reward_funcs=rewards,
+            train_dataset=Dataset.from_list([{"prompt": ""}]),
+            processing_class=tokenizer(),
+        )
+        with pytest.raises(RuntimeError) as error:
+            trainer.train()
+    return str(error.value)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    for line in spawn(2, completes_nothing):
+        assert line.startswith("generation failed on rank 0: ValueError: the prompt '' has no tokens; remove its row, ")
+
+
 def scored_by_model(rank: int, weight: float) -> str:
     torch.manual_seed(0)
     with shared_folder() as folder:

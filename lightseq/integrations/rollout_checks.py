@@ -68,6 +68,13 @@ def _check_ids(name: str, ids: Any) -> None:
         raise ValueError(f"{name} have token id {lowest}; give ids from 0")
 
 
+def check_prompts(prompts: Sequence[Any], ids_of_prompts: Sequence[Any]) -> None:
+    """Raises ValueError for a prompt without tokens."""
+    for prompt, ids in zip(prompts, ids_of_prompts, strict=True):
+        if not len(ids):
+            raise ValueError(f"the prompt {prompt!r} has no tokens; remove its row, or begin prompts with a BOS token")
+
+
 def check_rollout(rollout: Mapping[str, Any]) -> None:
     """Raises ValueError for log-probabilities, masks or experts that are not one for each token of a completion."""
     given = {"logprobs": "log-probabilities", "tool_mask": "entries in its mask (env_mask)"}

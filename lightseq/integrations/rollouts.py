@@ -17,6 +17,7 @@ from lightseq.integrations.group_accelerator import GroupAccelerator, own_accele
 from lightseq.integrations.regrouped_rows import micro_batches_of_update, shuffle_in_groups
 from lightseq.integrations.rollout_checks import (
     check_divides,
+    check_prompts,
     check_rollout,
     check_scores,
     check_server_weights,
@@ -202,6 +203,13 @@ class SharedRollouts:
         parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, own, group=group)
         return self._checked(parts)
+
+    def _tokenize_prompts(self, prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """Tokenizes prompts. Raises ValueError for one without tokens, whose completion has no first prediction."""
+        found = super()._tokenize_prompts(prompts, *args, **kwargs)  # type: ignore[misc]
+        if self._sequence_mesh is not None:
+            check_prompts(prompts, found[0] if isinstance(found, tuple) else found)
+        return found
 
     def _generate_alike(self, prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Generates all completions on every rank of a group. Returns the first rank's.
