@@ -41,10 +41,10 @@ def _check_fields(found: Any, prompts: int) -> None:
         )
     for name in ("completion_ids", "prompt_ids", "logprobs", "env_mask"):
         rows = found.get(name)
-        if rows is None and (name in OPTIONAL or name not in found):
-            continue  # TRL names a missing field
         if rows is None:
-            raise ValueError(f"rollout_func returned {name} None; return a list of token ids for each prompt")
+            if name in OPTIONAL or name not in found:  # TRL names a missing field
+                continue
+            raise ValueError(f"rollout_func returned None as {name}; return a list of token ids for each prompt")
         if len(rows) != prompts:
             what = "completions were returned" if name == "completion_ids" else f"{name} were returned"
             raise ValueError(f"{len(rows)} {what} for {prompts} prompts; return one for each, in order")
