@@ -1,6 +1,7 @@
 """TRL's trainers that generate, with sequences split over ranks, give the numbers of TRL on one process per group."""
 
 import random
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -32,7 +33,7 @@ pytest.importorskip("trl")
 
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation import vllm_generation
 
@@ -444,6 +445,61 @@ def test_what_cannot_be_scored_or_divided_stops_every_rank() -> None:
         assert "reward function not_a_number returned nan for completion 1; return a finite number" in line
     for line in spawn(2, small, 3, {}):
         assert line.startswith("per_device_train_batch_size x steps_per_generation (3) times the groups of ranks that ")
+
+
+def completes_nothing(rank: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = SequenceParallelGRPOTrainer(
+            fresh_model(),
+            args=GRPOConfig(**common(folder, num_generations=2, max_steps=1, eval_strategy="no")),
+            reward_funcs=rewards,
+            train_dataset=Dataset.from_list([{"prompt": ""}]),
+            processing_class=tokenizer(),
+        )
+        with pytest.raises(RuntimeError) as error:
+            trainer.train()
+    return str(error.value)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    for line in spawn(2, completes_nothing):
+        assert line.startswith("generation failed on rank 0: ValueError: the prompt '' has no tokens; remove its row, ")
+
+
+def scored_by_model(rank: int, weight: float) -> str:
+    torch.manual_seed(0)
+    with shared_folder() as folder:
+        tokenizer().save_pretrained(folder)  # which TRL loads for the reward model
+        config = LlamaConfig(**{**CONFIG.to_dict(), "num_labels": 1})
+        model = LlamaForSequenceClassification(config)
+        model.config._name_or_path = folder
+        torch.nn.init.constant_(model.score.weight, weight)
+        return str(small(rank, 4, {}, model))
+
+
+@pytest.mark.parametrize("weight", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
+def test_a_reward_model_that_returns_no_number_stops_every_rank(weight: float) -> None:
+    for line in spawn(2, scored_by_model, weight):
+        assert re.match(r"reward model .* returned (nan|-?inf) for completion 0; check its weights", line)
+
+
+def words(completions: list[str], **_: Any) -> list[str]:
+    return ["good"] * len(completions)
+
+
+def nothing(completions: list[str], **_: Any) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    "reward, line",
+    [
+        (words, "reward function words returned 'good' for completion 0; return a finite number, or None"),
+        pytest.param(nothing, "reward function nothing returned None; return a list", marks=pytest.mark.slow),
+    ],
+)
+def test_rewards_that_are_no_numbers_name_their_function(reward: Any, line: str) -> None:
+    assert all(line in found for found in spawn(2, small, 4, {}, reward))
 
 
 def not_a_number(completions: list[str], **_: Any) -> list[float]:

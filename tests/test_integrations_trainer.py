@@ -1,6 +1,7 @@
 """Trainers whose sequences are split over ranks give the numbers of the unmodified trainer on one process."""
 
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +198,21 @@ def checkpointed_modules(rank: int) -> tuple[int, dict[str, bool]]:
 def test_gradient_checkpointing_does_not_compute_attention_again() -> None:
     for modules, arguments in spawn(2, checkpointed_modules):
         assert modules == 0 and all(arguments.values())
+
+
+def warnings_of_checkpoints(rank: int) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(**common(folder, remove_unused_columns=False, gradient_checkpointing=True))
+        rows = [{"input_ids": ids} for ids in documents()]
+        trainer = SequenceParallelTrainer(fresh_model(), arguments, collate, rows, rows)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+    return [str(x.message) for x in caught if "_checkpointing" in str(x.message)]
+
+
+def test_recomputing_layers_calls_nothing_deprecated() -> None:
+    assert spawn(2, warnings_of_checkpoints) == [[], []]
 
 
 def dropped_out(rank: int, recomputes: bool) -> Numbers:

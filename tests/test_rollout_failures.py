@@ -3,8 +3,10 @@
 import tempfile
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from trainer_numbers import common, fresh_model, tokenizer
@@ -53,6 +55,27 @@ class ForeignServer(Server):
         return {**found, "logprobs": [[[-9.0] for _ in ids] for ids in found["completion_ids"]]}
 
 
+class EmptyServer(Server):
+    def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
+        found = super().generate(prompts, n, **options)
+        return {
+            **found,
+            "completion_ids": [[], *found["completion_ids"][1:]],
+            "logprobs": [[], *found["logprobs"][1:]],
+        }
+
+
+class RowlessServer(Server):
+    def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
+        found = super().generate(prompts, n, **options)
+        return {**found, "logprobs": []}
+
+
+class NoneServer(Server):
+    def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
+        return {**super().generate(prompts, n, **options), "logprobs": None}
+
+
 def one_rank_fails(prompts: list[str], trainer: Any) -> dict[str, Any]:
     if dist.get_rank() == 1:
         raise KeyError("answer")
@@ -61,6 +84,40 @@ def one_rank_fails(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 def one_rank_forgets(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return rollouts(prompts[:1] if dist.get_rank() == 1 else prompts, trainer)
+
+
+def no_dict(prompts: list[str], trainer: Any) -> Any:
+    return [rollouts(prompts, trainer)]
+
+
+def changed_on_one_rank(prompts: list[str], trainer: Any, **changes: Any) -> dict[str, Any]:
+    """Replaces the last row of fields on rank 1, or all rows if the change is None."""
+    found = rollouts(prompts, trainer)
+    found["logprobs"] = [[-4.0] * len(ids) for ids in found["completion_ids"]]
+    lengths = [len(x) + len(y) for x, y in zip(found["prompt_ids"], found["completion_ids"], strict=True)]
+    found["routed_experts"] = [np.arange(2).reshape(1, 1, 2).repeat(n, 0).repeat(2, 1) for n in lengths]
+    found["env_mask"] = [[1] * len(ids) for ids in found["completion_ids"]]
+    if dist.get_rank() == 1:
+        for name, value in changes.items():
+            last = value(found[name][-1]) if callable(value) else value
+            found[name] = None if value is None else [*found[name][:-1], *last]
+    return found
+
+
+def one_layer(routes: Any) -> list[Any]:
+    return [routes[:, :1]]
+
+
+def floats(routes: Any) -> list[Any]:
+    return [routes * 1.0]
+
+
+def threes(routes: Any) -> list[Any]:
+    return [routes * 0 + 3]
+
+
+def changed(**changes: Any) -> Any:
+    return partial(changed_on_one_rank, **changes)
 
 
 def with_stuck_server(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -97,16 +154,40 @@ def errors(rank: int, size: int, cases: dict[Any, dict[str, Any]]) -> list[str]:
     return [run(source, size, **options) for source, options in cases.items()]
 
 
+ROUTES = "ValueError: routed_experts of completion"
+FAILED = "SharedError: generation failed on rank 1: ValueError: "
 CASES: dict[Any, tuple[dict[str, Any], str]] = {
     DeadServer: ({}, "SharedError: ConnectionError: connection refused"),
     LateServer: ({"ddp_timeout": 1}, "SharedError: TimeoutError: the vLLM server  has not answered within 1 s; other "),
     LazyServer: ({}, "SharedError: ValueError: the vLLM server  returned "),
     SilentServer: ({}, "SharedError: ValueError: the vLLM server  returned no logprobs; "),
+    EmptyServer: ({}, "SharedError: ValueError: the vLLM server  returned completion 0 with 0 tokens and 0 log-"),
+    RowlessServer: ({}, "SharedError: ValueError: the vLLM server  returned 0 rows of logprobs for "),
+    NoneServer: ({}, "SharedError: ValueError: the vLLM server  returned no logprobs; "),
     StuckServer: ({}, "SharedError: ConnectionError: no update"),
     ForeignServer: ({}, "ValueError: the log-probabilities that vLLM returned differ from the trainer's by 4."),
     one_rank_fails: ({}, "SharedError: generation failed on rank 1: KeyError: 'answer'"),
     one_rank_forgets: ({}, "SharedError: generation failed on rank 1: ValueError: 1 completions were returned for 2 "),
     with_stuck_server: ({}, "SharedError: generation failed on rank 0: ConnectionError: no update"),
+    no_dict: ({}, "SharedError: generation failed on rank 0: ValueError: rollout_func returned a list; return a dict "),
+    changed(completion_ids=[[]], logprobs=[[]]): ({}, f"{FAILED}completion_ids 1 of a rollout have no tokens; "),
+    changed(prompt_ids=[[]]): ({}, f"{FAILED}prompt_ids 1 of a rollout have no tokens; "),
+    changed(prompt_ids=[[4, -5]]): ({}, f"{FAILED}prompt_ids 1 of a rollout have token id -5; "),
+    changed(completion_ids=[[4.5]]): ({}, f"{FAILED}completion_ids 1 of a rollout are not whole numbers; "),
+    changed(completion_ids=[["4"]]): ({}, f"{FAILED}completion_ids 1 of a rollout are not whole numbers; "),
+    changed(completion_ids=None): ({}, f"{FAILED}rollout_func returned None as completion_ids; "),
+    changed(logprobs=[]): ({}, f"{FAILED}1 logprobs were returned for 2 prompts; return one for each, in order"),
+    changed(env_mask=[]): ({}, f"{FAILED}1 env_mask were returned for 2 prompts; return one for each, in order"),
+    changed(logprobs=None): ({}, "ValueError: completion 2 has no log-probabilities, but others have; "),
+    changed(env_mask=None): ({}, "ValueError: completion 2 has no entries in its mask (env_mask), but others have; "),
+    changed(logprobs=[None]): ({}, "ValueError: completion 3 has no log-probabilities, but others have; "),
+    changed(routed_experts=None): ({}, f"{ROUTES} 2 are missing, but others are there; "),
+    changed(routed_experts=one_layer): (
+        {},
+        f"{ROUTES} 3 are (layers, experts of a token) (1, 2), but of completion 0 ",
+    ),
+    changed(routed_experts=floats): ({}, f"{ROUTES} 3 are ("),
+    changed(routed_experts=threes): ({}, f"{ROUTES} 3 name expert 3 twice for a token; "),
 }
 
 

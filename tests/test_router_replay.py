@@ -104,7 +104,9 @@ def refusals(rank: int) -> list[str]:
     model = make("qwen3_moe")
     context = hf.enable(model)
     good, lines = choice(2), []
-    for wrong in (good[:, :-1], good.float(), good[:, :, :1], good.clone().fill_(EXPERTS), good[..., :1]):
+    alone = good.clone()
+    alone[0, 0, 0, 0] = EXPERTS  # a token of one rank
+    for wrong in (good[:, :-1], good.float(), good[:, :, :1], alone, good[..., :1]):
         try:
             model(**hf.shard_batch(context, tokens(), routed_experts=wrong), use_cache=False)
         except ValueError as error:

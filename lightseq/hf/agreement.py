@@ -10,12 +10,13 @@ from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
 from lightseq.attention.forward_pass import ForwardPass
+from lightseq.parts.router_replay import OWN_CHOICE, ROUTED_EXPERTS
 from lightseq.sequence.documents import Documents
 from lightseq.utils.tensors import IGNORE_INDEX, upload
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
 BATCH_FACTS: Final = "batch_facts"  # key of `batch_facts` in a batch
-FACTS: Final = 6  # numbers of `batch_facts`
+FACTS: Final = 8  # numbers of `batch_facts`
 COUNTED_TOKENS: Final = "counted_tokens"  # key in a batch: tokens that router losses count; absent: all
 
 _HASHED_WORDS: Final = 2**21
@@ -23,11 +24,11 @@ _FACTORS: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  
 
 
 def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None, others: Mapping[str, Tensor | None]) -> Tensor:
-    """Returns what ranks sharing a batch must agree on, int64 (6,).
+    """Returns what ranks sharing a batch must agree on, int64 (8,).
 
-    Its rows and tokens a row, targets, a checksum, and the lowest and the highest token id, labels included. The
-    checksum covers `others`, too, such as masks, positions and images. The result stays on the ids' device, so nothing
-    synchronizes.
+    Its rows and tokens a row, targets, a checksum, the lowest and the highest token id, labels included, and the lowest
+    and the highest of its routed experts. The checksum covers `others`, too, such as masks, positions and images. The
+    result stays on the ids' device, so nothing synchronizes.
     """
     checksum = ordered_hash(input_ids)
     targets, (lowest, highest) = checksum.new_zeros(()), (x.long() for x in input_ids.aminmax())
@@ -35,7 +36,11 @@ def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None, others: Mappin
         targets = (shifted_labels != IGNORE_INDEX).sum()
         highest = torch.maximum(highest, shifted_labels.max().to(highest.device))
     batch, length = (torch.full_like(checksum, size) for size in input_ids.shape)
-    facts = torch.stack([batch, length, targets, checksum, lowest, highest])
+    routed = others.get(ROUTED_EXPERTS)
+    experts = [torch.full_like(checksum, OWN_CHOICE)] * 2
+    if routed is not None:
+        experts = [x.to(checksum) for x in routed.aminmax()]
+    facts = torch.stack([batch, length, targets, checksum, lowest, highest, *experts])
     add_to_checksum(facts, {"labels": shifted_labels, **others})
     return facts
 
@@ -52,12 +57,17 @@ def add_to_checksum(facts: Tensor, tensors: Mapping[str, Tensor | None]) -> None
 
 def check_ids(facts: Tensor, vocabulary: int | None) -> None:
     """Raises ValueError, on every rank alike, for token ids or labels of a batch outside the model's vocabulary."""
-    lowest, highest = facts[4:].tolist()
+    lowest, highest = facts[4:6].tolist()
     if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
         raise ValueError(
             f"the batch has token id {lowest if lowest < 0 else highest}, outside the model's vocabulary of "
             f"{vocabulary}; tokenize with the model's tokenizer"
         )
+
+
+def routed_range(facts: Tensor) -> Tensor:
+    """Returns the lowest and the highest of a batch's routed experts, over all ranks that share it."""
+    return facts[6:]
 
 
 def ordered_hash(x: Tensor) -> Tensor:

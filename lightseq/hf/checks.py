@@ -18,6 +18,7 @@ from lightseq.hf.agreement import (
     begin_comparing_documents,
     compare_batches,
     finish_comparing_documents,
+    routed_range,
 )
 from lightseq.hf.gradient_scale import find_gradient_factor, scale_gradients
 from lightseq.hf.image_inputs import BESIDE_PIXELS, IMAGE_INPUTS, PIXELS, REMEDY, other_inputs
@@ -104,7 +105,7 @@ class Checks:
             self._check_other_inputs(kwargs)
             self._check_table(model, args, kwargs)
             self._images.begin(kwargs)
-            self._check_routed_experts(args, kwargs)
+            self._check_routed_experts(args, kwargs, kwargs.get(BATCH_FACTS))
         documents, facts = kwargs.get("documents"), kwargs.pop(BATCH_FACTS, None)
         counted = kwargs.pop(COUNTED_TOKENS, None)
         if state.outermost is None:
@@ -149,11 +150,12 @@ class Checks:
                 f"{name} is not supported: the model takes text, and images that shard_batch returns; {remedy}"
             )
 
-    def _check_routed_experts(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _check_routed_experts(self, args: tuple, kwargs: dict[str, Any], facts: Tensor | None) -> None:
         """Raises ValueError for a choice of experts that does not fit the model or the batch."""
         if (routed := kwargs.get(ROUTED_EXPERTS)) is not None:
             check_shape(routed, args[0] if args else kwargs["input_ids"])
-            check_experts(routed, self._decoder_layers)
+            of_batch = None if facts is None or facts.shape != (FACTS,) else routed_range(facts)
+            check_experts(routed, self._decoder_layers, of_batch)
 
     def _check_table(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Raises ValueError on every rank if a rank has a position beyond the model's table of positions."""

@@ -1,8 +1,8 @@
 """Joins what ranks have generated, and checks it: lengths, experts, rewards, numbers of rows, a server's weights."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from inspect import iscoroutinefunction
 from typing import Any, Final
 
@@ -18,34 +18,137 @@ logger = logging.getLogger(__name__)
 UNUSUAL_DIFFERENCE: Final = 0.2
 LARGEST_DIFFERENCE: Final = 1.0
 
+OPTIONAL: Final = ("logprobs", "env_mask")  # fields of a rollout that may be None
+
+
+def checked_rollout(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a `rollout_func` to refuse a result that TRL cannot read, on the rank that has it."""
+
+    @wraps(function)
+    def checked(prompts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        found = function(prompts, *args, **kwargs)
+        _check_fields(found, len(prompts))
+        return found
+
+    return checked
+
+
+def _check_fields(found: Any, prompts: int) -> None:
+    """Raises ValueError unless a rollout has a row for each prompt, and each row has token ids."""
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"rollout_func returned a {type(found).__name__}; return a dict of prompt_ids, completion_ids and logprobs"
+        )
+    for name in ("completion_ids", "prompt_ids", "logprobs", "env_mask"):
+        rows = found.get(name)
+        if rows is None:
+            if name in OPTIONAL or name not in found:  # TRL names a missing field
+                continue
+            raise ValueError(f"rollout_func returned None as {name}; return a list of token ids for each prompt")
+        if len(rows) != prompts:
+            what = "completions were returned" if name == "completion_ids" else f"{name} were returned"
+            raise ValueError(f"{len(rows)} {what} for {prompts} prompts; return one for each, in order")
+        if name not in OPTIONAL:
+            for index, ids in enumerate(rows):
+                _check_ids(f"{name} {index} of a rollout", ids)
+
+
+def _check_ids(name: str, ids: Any) -> None:
+    """Raises ValueError unless ids are whole numbers from 0, at least one."""
+    if not len(ids):
+        raise ValueError(f"{name} have no tokens; give at least one, such as the end of the sequence")
+    try:
+        given = torch.as_tensor(ids)
+        are_ids = given.ndim == 1 and not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
+    except (TypeError, ValueError, RuntimeError):  # strings, rows of several lengths, numbers beyond 64 bits
+        are_ids = False
+    if not are_ids:
+        raise ValueError(f"{name} are not whole numbers; give a list of token ids")
+    if (lowest := int(given.min())) < 0:
+        raise ValueError(f"{name} have token id {lowest}; give ids from 0")
+
+
+def check_prompts(prompts: Sequence[Any], ids_of_prompts: Sequence[Any]) -> None:
+    """Raises ValueError for a prompt without tokens."""
+    for prompt, ids in zip(prompts, ids_of_prompts, strict=True):
+        if not len(ids):
+            raise ValueError(f"the prompt {prompt!r} has no tokens; remove its row, or begin prompts with a BOS token")
+
 
 def check_rollout(rollout: Mapping[str, Any]) -> None:
     """Raises ValueError for log-probabilities, masks or experts that are not one for each token of a completion."""
-    for name in ("logprobs", "tool_mask"):
+    given = {"logprobs": "log-probabilities", "tool_mask": "entries in its mask (env_mask)"}
+    for name, values_of_tokens in given.items():
         for row, (ids, values) in enumerate(zip(rollout["completion_ids"], rollout[name] or (), strict=False)):
+            if values is None:
+                raise ValueError(f"completion {row} has no {values_of_tokens}, but others have; give all or none")
             if len(values) != len(ids):
-                given = {"logprobs": "log-probabilities", "tool_mask": "entries in its mask (env_mask)"}[name]
-                raise ValueError(f"completion {row} has {len(ids)} tokens, but {len(values)} {given}; give one a token")
-    routes = rollout["extra_fields"].get(ROUTED_EXPERTS) or ()
+                raise ValueError(
+                    f"completion {row} has {len(ids)} tokens, but {len(values)} {values_of_tokens}; give one a token"
+                )
+    routes = rollout["extra_fields"].get(ROUTED_EXPERTS)
+    _check_routes(rollout, () if routes is None else routes)
+
+
+def _check_routes(rollout: Mapping[str, Any], routes: Sequence[Any]) -> None:
+    """Raises ValueError unless each completion has experts for its tokens, in the same layers."""
+    first: tuple[int, ...] | None = None
     rows = zip(rollout["prompt_ids"], rollout["completion_ids"], routes, strict=False)
     for row, (prompt, completion, chosen) in enumerate(rows):
-        tokens = len(prompt) + len(completion)
+        tokens, name = len(prompt) + len(completion), f"{ROUTED_EXPERTS} of completion {row}"
+        if chosen is None:
+            raise ValueError(f"{name} are missing, but others are there; give all completions theirs, or none")
         if len(chosen) not in (tokens, tokens - 1):  # the last token is not an input of the server's model
             raise ValueError(
-                f"{ROUTED_EXPERTS} of completion {row} are for {len(chosen)} tokens, but prompt and completion have "
-                f"{tokens}; give one for each, or for all but the last"
+                f"{name} are for {len(chosen)} tokens, but prompt and completion have {tokens}; give one for each, or "
+                "for all but the last"
+            )
+        try:
+            experts = torch.as_tensor(chosen)
+        except (TypeError, ValueError, RuntimeError):  # rows of several lengths
+            raise ValueError(f"{name} are no array; give one (tokens, layers, experts of a token)") from None
+        if experts.ndim != 3 or experts.is_floating_point():
+            raise ValueError(
+                f"{name} are {tuple(experts.shape)} of {experts.dtype}; give whole numbers (tokens, layers, experts of "
+                "a token)"
+            )
+        first = first or tuple(experts.shape[1:])
+        if experts.shape[1:] != first:
+            raise ValueError(
+                f"{name} are (layers, experts of a token) {tuple(experts.shape[1:])}, but of completion 0 {first}; "
+                "give all completions the same"
+            )
+        ordered = experts.sort(-1).values
+        if (twice := (ordered.diff(dim=-1) == 0) & (ordered[..., 1:] != OWN_CHOICE)).any():
+            raise ValueError(
+                f"{name} name expert {int(ordered[..., 1:][twice][0])} twice for a token; give different experts, or "
+                f"{OWN_CHOICE} to leave the choice to the layer"
             )
 
 
 def routes_of_rows(routes: Sequence[Any], attention_mask: Tensor) -> Tensor:
     """Returns the experts of rows (tokens, layers, experts of a token) in the places of a padded batch."""
     rows = [torch.as_tensor(row) for row in routes]
-    padded = torch.full((*attention_mask.shape, *rows[0].shape[1:]), OWN_CHOICE, dtype=torch.int16)
+    largest = torch.iinfo(torch.int16).max
+    fits = all(row.numel() == 0 or int(row.abs().max()) <= largest for row in rows)  # else the model refuses them
+    dtype = torch.int16 if fits else torch.int64
+    padded = torch.full((*attention_mask.shape, *rows[0].shape[1:]), OWN_CHOICE, dtype=dtype)
     starts = (attention_mask != 0).int().argmax(1).tolist()
     for row, start, chosen in zip(padded, starts, rows, strict=True):
         room = len(row) - start
         row[start : start + len(chosen)] = chosen[:room]
     return padded.to(attention_mask.device)
+
+
+def check_scores(names: Sequence[str], of_models: Sequence[bool], rewards: Tensor) -> None:
+    """Raises ValueError for a score (completions, functions) of a reward model that is NaN or infinite."""
+    for name, is_model, scores in zip(names, of_models, rewards.T, strict=True):
+        wrong = (~scores.isfinite()).nonzero().flatten().tolist()
+        if is_model and wrong:
+            raise ValueError(
+                f"reward model {name} returned {float(scores[wrong[0]])} for completion {wrong[0]}; check its weights "
+                "and dtype"
+            )
 
 
 def without_nan(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,14 +175,30 @@ def _is_async(function: Any) -> bool:
 
 
 def _finite(name: str, rewards: Any) -> list[Any]:
+    if not isinstance(rewards, Iterable):
+        raise ValueError(f"reward function {name} returned {rewards!r}; return a list with a number per completion")
     rewards = list(rewards)  # it may be a generator
     for index, reward in enumerate(rewards):
-        if reward is not None and not -float("inf") < float(reward) < float("inf"):
+        if reward is not None and not _is_finite(reward):
             raise ValueError(
-                f"reward function {name} returned {float(reward)} for completion {index}; return a finite number, or "
+                f"reward function {name} returned {_shown(reward)} for completion {index}; return a finite number, or "
                 "None for a completion that it does not score"
             )
     return rewards
+
+
+def _is_finite(reward: Any) -> bool:
+    try:
+        return -float("inf") < float(reward) < float("inf")
+    except (TypeError, ValueError):
+        return False
+
+
+def _shown(reward: Any) -> str:
+    try:
+        return str(float(reward))
+    except (TypeError, ValueError):
+        return repr(reward)
 
 
 def check_divides(name: str, own: int, groups: int, generations: int) -> None:

@@ -81,6 +81,13 @@ class RankAccelerator:
         return items
 
 
+def raise_on_all_ranks(error: ValueError | None) -> None:
+    """Raises the first rank's error on every rank, all of which call this."""
+    texts: list[Any] = gather_object([None if error is None else str(error)])
+    if first := next((text for text in texts if text is not None), None):
+        raise ValueError(first) from error
+
+
 class CheckedClient:
     """Client of a vLLM server whose errors reach all ranks.
 
@@ -135,13 +142,23 @@ class CheckedClient:
                 f"the vLLM server {url} has not answered within {limit:.0f} s; other ranks wait for ddp_timeout "
                 f"({self._ddp_timeout:.0f} s) at most: raise it, or ask for fewer or shorter completions"
             ) from None
-        if missing := [name for name in REQUIRED if name not in found]:
+        if missing := [name for name in REQUIRED if name not in found or found[name] is None]:
             raise ValueError(f"the vLLM server {url} returned no {missing[0]}; TRL needs {', '.join(REQUIRED)}")
         if (count := len(found["completion_ids"])) != n * len(prompts):
             raise ValueError(
                 f"the vLLM server {url} returned {count} completions for {len(prompts)} prompts x num_generations {n}; "
                 f"{n * len(prompts)} are needed"
             )
+        if (rows := len(found["logprobs"])) != count:
+            raise ValueError(
+                f"the vLLM server {url} returned {rows} rows of logprobs for {count} completions; see its log"
+            )
+        for index, (ids, values) in enumerate(zip(found["completion_ids"], found["logprobs"], strict=True)):
+            if not ids or len(values) != len(ids):
+                raise ValueError(
+                    f"the vLLM server {url} returned completion {index} with {len(ids)} tokens and {len(values)} "
+                    "log-probabilities; each needs a token, and each token a log-probability; see the server's log"
+                )
         return found
 
 

@@ -17,13 +17,16 @@ from lightseq.integrations.group_accelerator import GroupAccelerator, own_accele
 from lightseq.integrations.regrouped_rows import micro_batches_of_update, shuffle_in_groups
 from lightseq.integrations.rollout_checks import (
     check_divides,
+    check_prompts,
     check_rollout,
+    check_scores,
     check_server_weights,
+    checked_rollout,
     merged,
     routes_of_rows,
     without_nan,
 )
-from lightseq.integrations.rollout_failures import CheckedClient, RankAccelerator
+from lightseq.integrations.rollout_failures import CheckedClient, RankAccelerator, raise_on_all_ranks
 from lightseq.integrations.split_model import split_model_of
 from lightseq.parts.router_replay import ROUTED_EXPERTS
 from lightseq.sequence.shared_prefixes import LEAST_SAVED
@@ -45,6 +48,7 @@ class SharedRollouts:
     args: Any
     is_fsdp_enabled: bool
     model: Any
+    reward_func_names: list[str]
     state: Any
     vllm_generation: Any
     _sequence_mesh: DeviceMesh | None
@@ -70,6 +74,8 @@ class SharedRollouts:
         set_seed(self.args.seed + self._sequence_mesh.get_local_rank(DATA))
         if functions := getattr(self, "reward_funcs", None):
             self.reward_funcs = [x if isinstance(x, nn.Module) else without_nan(x) for x in functions]
+        if (rollout := getattr(self, "rollout_func", None)) is not None:
+            self.rollout_func = checked_rollout(rollout)
         if (client := self._vllm_client()) is not None:
             self.vllm_generation.vllm_client = CheckedClient(client, self.args.ddp_timeout)
 
@@ -196,7 +202,14 @@ class SharedRollouts:
                     ranks_apart.fail(error)
         parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, own, group=group)
-        return self._checked(merged(parts))
+        return self._checked(parts)
+
+    def _tokenize_prompts(self, prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """Tokenizes prompts. Raises ValueError for one without tokens, whose completion has no first prediction."""
+        found = super()._tokenize_prompts(prompts, *args, **kwargs)  # type: ignore[misc]
+        if self._sequence_mesh is not None:
+            check_prompts(prompts, found[0] if isinstance(found, tuple) else found)
+        return found
 
     def _generate_alike(self, prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Generates all completions on every rank of a group. Returns the first rank's.
@@ -217,18 +230,26 @@ class SharedRollouts:
             with replaced(theirs, gather_object=groups.gather_object):
                 found = [super()._generate(prompts, *args, **kwargs)]  # type: ignore[misc]
         dist.broadcast_object_list(found, group=mesh.get_group(SEQUENCE), group_src=0)
-        return self._checked(found[0])
+        return self._checked(found)
 
-    def _checked(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Checks a trainer's generation, and stores the experts that a rollout of GRPO has chosen.
+    def _checked(self, parts: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Joins and checks what a group has generated, and stores the experts that a rollout of GRPO has chosen.
 
-        Raises ValueError for a rollout whose values have other lengths than its completions.
+        Raises ValueError, on the ranks of all groups, for a rollout whose values have other lengths than its
+        completions.
         """
-        if len(found) != len(ROLLOUT):
-            return found
-        rollout = dict(zip(ROLLOUT, found, strict=True))
-        self._routes = rollout["extra_fields"].get(ROUTED_EXPERTS)
-        check_rollout(rollout)
+        if len(parts[0]) != len(ROLLOUT):
+            return merged(parts)
+        found, error = None, None
+        try:
+            found = merged(parts)
+            rollout = dict(zip(ROLLOUT, found, strict=True))
+            self._routes = rollout["extra_fields"].get(ROUTED_EXPERTS)
+            check_rollout(rollout)
+        except ValueError as raised:
+            error = raised
+        raise_on_all_ranks(error)
+        assert found is not None
         return found
 
     def _without_routes(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -261,6 +282,7 @@ class SharedRollouts:
             try:
                 with replaced(vars(_module_of(type(self))), gather=lambda x: x):
                     own = super()._calculate_rewards(*args, **kwargs).cpu()  # type: ignore[misc]
+                check_scores(self.reward_func_names, [isinstance(x, nn.Module) for x in functions], own)
             except Exception as raised:  # a user's function may raise anything
                 error = raised
         text = None if error is None else f"{type(error).__name__}: {error}"

@@ -235,8 +235,7 @@ class SequenceParallel(SharedRollouts):
                 torch.cuda.manual_seed(self.args.seed + self.args.process_index)
         if with_remat:
             _set_checkpointing(self.args, False)  # Trainer's own would compute attention a second time
-            if self.model.is_gradient_checkpointing:
-                self.model.gradient_checkpointing_disable()
+            _stop_checkpointing(self.model)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -328,6 +327,13 @@ def _check_trl_trainer(kind: type[SequenceParallel]) -> None:
             check_version(package, oldest, part)
     if not _divides_by_tp_size() and "get_tp_size" in named_in(unwrap(base.compute_loss)):
         raise ValueError(f"TRL's {name} scales losses as no transformers before 5.19 does; install 5.19 or newer")
+
+
+def _stop_checkpointing(model: Any) -> None:
+    """Turns off the model's own checkpoints. Newer versions of transformers warn of the older name."""
+    name = "activation" if hasattr(model, "is_activation_checkpointing") else "gradient"
+    if getattr(model, f"is_{name}_checkpointing"):
+        getattr(model, f"{name}_checkpointing_disable")()
 
 
 def _set_checkpointing(arguments: TrainingArguments, value: bool) -> None:

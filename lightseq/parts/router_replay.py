@@ -81,7 +81,7 @@ def install(layers: Iterable[nn.Module], changes: Changes) -> None:
 
 def check_shape(routed: Any, input_ids: Tensor) -> None:
     """Raises ValueError unless a choice has whole numbers for each of a batch's tokens."""
-    if not isinstance(routed, Tensor) or routed.is_floating_point() or routed.ndim != 4:
+    if not isinstance(routed, Tensor) or routed.is_floating_point() or routed.ndim != 4 or not routed.numel():
         given = f"{tuple(routed.shape)} of {routed.dtype}" if isinstance(routed, Tensor) else type(routed).__name__
         raise ValueError(f"{ROUTED_EXPERTS} is {given}; give whole numbers (batch, length, layers, experts of a token)")
     if routed.shape[:2] != input_ids.shape:
@@ -91,8 +91,11 @@ def check_shape(routed: Any, input_ids: Tensor) -> None:
         )
 
 
-def check_experts(routed: Tensor, layers: Iterable[nn.Module]) -> None:
-    """Raises ValueError unless a choice fits the layers and experts of a model. Waits for the device."""
+def check_experts(routed: Tensor, layers: Iterable[nn.Module], whole_range: Tensor | None) -> None:
+    """Raises ValueError unless a choice fits the layers and experts of a model. Waits for the device.
+
+    `whole_range` has the lowest and the highest expert of the whole batch, so that all ranks raise.
+    """
     layers = list(layers)
     found = [experts for layer in layers for _, experts in experts_modules(layer)]
     if not found:
@@ -104,7 +107,7 @@ def check_experts(routed: Tensor, layers: Iterable[nn.Module]) -> None:
             "layers, or those with experts"
         )
     experts = int(found[0].num_experts)
-    lowest, highest = torch.stack(routed.aminmax()).tolist()  # waits once
+    lowest, highest = (torch.stack(routed.aminmax()) if whole_range is None else whole_range).tolist()  # waits once
     if lowest < OWN_CHOICE or highest >= experts:
         wrong = lowest if lowest < OWN_CHOICE else highest
         raise ValueError(
