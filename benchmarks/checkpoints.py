@@ -21,7 +21,7 @@ import torch.distributed as dist
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from benchmarks.architectures import short_reason, write_csv
+from benchmarks.class_table import short_reason, write_csv
 from benchmarks.command_line import NEEDED
 from benchmarks.tiny_models import empty_timm_towers
 from lightseq import hf

@@ -109,10 +109,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     out = Parser("benchmarks/shared_prefix.py", __doc__, EXAMPLES)
     add = out.add_argument
     add("--model", default="llama3.2-1b", metavar="NAME", help="preset, or directory with config.json; random weights")
-    shapes = "8x32K+2K,16x8K+1K,64x2K+256"
-    add(
-        "--shapes", type=listed(shape_of), default=shapes, metavar="NxP+A,...", help="rows, tokens of prompt and answer"
-    )
+    shapes, parts_of_shape = "8x32K+2K,16x8K+1K,64x2K+256", "rows, tokens of prompt and answer"
+    add("--shapes", type=listed(shape_of), default=shapes, metavar="NxP+A,...", help=parts_of_shape)
     parts = listed(one_of(*PARTS), PARTS)
     add("--parts", type=parts, default="attention,step", metavar="P,...", help=f"all, {', '.join(PARTS)}")
     forms = "forms of the rows that `step` times; rows one by one need more memory"

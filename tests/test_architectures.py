@@ -13,7 +13,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import architectures
-from benchmarks.architectures import Outcome
+from benchmarks.class_table import Outcome
 from lightseq import hf
 
 ROOT = Path(__file__).resolve().parent.parent
