@@ -317,6 +317,22 @@ def test_a_model_that_peft_wraps_trains_as_it_did(alone: None) -> None:
     refused(lambda: merged(**batch | {"labels": None}), "shift_labels without labels")
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "PROMPT_TUNING adapters add tokens to"),
+        (peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "PREFIX_TUNING adapters add tokens to"),
+        (peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9), "ADALORA adapters add a penalty to the loss"),
+    ],
+    ids=lambda value: value.peft_type.value if isinstance(value, peft.PeftConfig) else "",
+)
+def test_adapters_that_change_sequences_or_the_loss_are_refused_before_training(
+    alone: None, settings: Any, line: str
+) -> None:
+    model = peft.get_peft_model(build("llama"), settings)
+    refused(lambda: hf.enable(model, length=LENGTH), line)
+
+
 def wrapped_between(rank: int) -> None:
     model = build("llama")
     hf.enable(model, schedule="ring", length=LENGTH)
