@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,7 @@ def test_an_adapter_of_peft_is_generated_with(
 ) -> None:
     made = get_peft_model(LlamaForCausalLM.from_pretrained(plain), LoraConfig(r=2, init_lora_weights=False, **asked))
     made.save_pretrained(tmp_path)
+    warnings.simplefilter("always")  # until `recwarn` ends
     recwarn.clear()
     assert main(generated(tmp_path)) == 0
     assert not [str(warning.message) for warning in recwarn if issubclass(warning.category, FutureWarning)]
