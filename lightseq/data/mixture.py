@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.examples import Example, Examples
-from lightseq.data.held_out import Rows, SelectedExamples, documents_of_a_row, first_examples, numbers_between, row_bounds, select_rows
+from lightseq.data.held_out import (
+    Rows,
+    SelectedExamples,
+    documents_of_a_row,
+    first_examples,
+    numbers_between,
+    row_bounds,
+    select_rows,
+)
 from lightseq.data.sources import HUB_PREFIX
 from lightseq.utils.formatting import plural
 
