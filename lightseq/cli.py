@@ -17,7 +17,7 @@ from lightseq.config.parser import print_error
 from lightseq.distributed.environment import is_main_process, set_up_process
 from lightseq.distributed.rank_launcher import end_at_once_on_ctrl_c, start_ranks
 from lightseq.models.presets import FAMILIES, LLAMA3, ModelFamily
-from lightseq.utils.process import without_collection
+from lightseq.utils.process import silence_loggers, without_collection
 from lightseq.utils.source import describe_source
 from lightseq.utils.versions import check_transformers
 
@@ -100,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if isinstance(started, int):
                 return started
             words = started
+        silence_loggers()
         with without_collection():
             module = import_module(command.module)
         return module.main(BOTH, words)

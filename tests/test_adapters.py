@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shlex
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,8 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from worlds import spawn
 
 from benchmarks.tiny_models import tiny_config
+from lightseq.architecture.family import apply_rope
 from lightseq.architecture.flops import count_adapter_parameters, model_flops
 from lightseq.checkpoint.manifest import MANIFEST
+from lightseq.checkpoint.resume import start_notes
 from lightseq.cli import main as lightseq
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
@@ -31,6 +34,7 @@ from lightseq.memory.remat import apply_remat
 from lightseq.models import weights
 from lightseq.parts import adapter_files, adapters
 from lightseq.parts.chosen_experts import build_to_train
+from lightseq.parts.packed_base import PackedBase
 from lightseq.tools.merged_weights import merge
 from lightseq.training.metrics import read_records
 
@@ -207,6 +211,29 @@ def test_an_adapter_starts_a_run_of_the_same_scale(tmp_path: Path) -> None:
         adapter_files.check_start(tmp_path, adapters.Lora(4, 8.0, LORA.targets))
     with pytest.raises(ValueError, match="has lora_alpha 8, not 9; give --lora_alpha 8"):
         adapter_files.check_start(tmp_path, adapters.Lora(4, 9.0, LORA.targets, rank_stabilized=True))
+
+
+def test_a_run_warns_of_an_adapter_of_another_base(folder: Path, tmp_path: Path) -> None:
+    far = folder / "far" / "checkpoint-1"
+    assert lightseq(["merge", "--adapter", str(far), "--output_dir", str(tmp_path / "far")]) == 0
+
+    def notes(adapter: Path, model: Path, more: str = "", packed: PackedBase | None = None) -> list[str]:
+        words = f"--data_path x --output_dir x {FLAGS} {more} --lora_adapter {adapter} --model_name_or_path {model}"
+        config = parse(shlex.split(words), "train")
+        rope = apply_rope(AutoConfig.from_pretrained(model), config.rope_theta, config.rope_scaling, LENGTH)
+        return list(start_notes(adapter, config, rope, packed))
+
+    whole, model = folder / "whole" / f"checkpoint-{STEPS}", folder / "model"
+    assert notes(whole, model) == notes(far, model, FAR) == []
+    assert notes(far, tmp_path / "far") == [
+        f"warning: the adapter in {far} was trained on {model} and continues on {tmp_path}/far"
+    ]
+    (line,) = notes(far, model)
+    assert line.startswith(f"warning: --lora_adapter {far} was trained with rope_parameters {{") and "'yarn'" in line
+    (line,) = notes(whole, model, FAR)
+    assert "was trained with rope_parameters the base model's, but this run has {" in line
+    (line,) = notes(whole, model, packed=PackedBase(False, "float32"))
+    assert "was trained with base weights in 16 or 32 bits, but this run has NF4" in line
 
 
 def test_a_run_that_would_save_adapters_of_lost_weights_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from byte_level import Document, byte_level, open_path, read_path, read_rows, wr
 
 from lightseq.data.column_flags import renamed_columns
 from lightseq.data.columns import ROLES, UNSUPPORTED
+from lightseq.data.sources import names_for
 from lightseq.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("rendered_here")
@@ -77,6 +78,18 @@ def test_columns_are_read_under_other_names(tmp_path: Path) -> None:
 def test_columns_that_cannot_be_renamed_are_refused(tmp_path: Path, row: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         one(tmp_path, row, renamed_columns=renamed_columns("prompt=question,completion=answer"))
+
+
+def test_a_mixture_takes_the_names_where_the_columns_are(tmp_path: Path) -> None:
+    names = renamed_columns("prompt=q,completion=a")
+    chats = write_rows(tmp_path / "chats.jsonl", {"messages": []})
+    answers, half = (write_rows(tmp_path / f"{i}.jsonl", dict.fromkeys(i, "")) for i in ("qa", "q"))
+    texts = tmp_path / "texts.txt"
+    texts.write_text("text")
+    sources = [str(path) for path in (chats, answers, half, texts)]
+    assert [names_for(source, sources, names) for source in sources] == [{}, names, names, {}]
+    for alone in ([str(chats)], [str(chats), str(texts)]):  # refused later: no source has the columns
+        assert names_for(str(chats), alone, names) == names
 
 
 def test_turned_pairs_of_columns_are_shown_the_right_way_round(tmp_path: Path) -> None:

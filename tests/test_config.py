@@ -161,6 +161,7 @@ INSTEAD = {  # flags of other programs, and what to do instead
     "token": "`hf auth login`",
     "load_in_8bit": "--load_in_4bit True --lora_rank 16 trains adapters on weights in four bits",
     "bnb_4bit_quant_type": "--load_in_4bit True is NF4 with double quantization, computed in the dtype of the run",
+    "llm_int8_skip_modules": "--load_in_4bit True is NF4 with double quantization",
     "double_quant": "--load_in_4bit True is NF4 with double quantization",
     "qlora": "did you mean --load_in_4bit?",
     "lora_dropout": "adapters have no dropout",

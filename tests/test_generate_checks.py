@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -256,11 +257,18 @@ def test_numbers_that_are_not_finite_are_not_evaluated(plain: Path, tmp_path: Pa
     ids=str,
 )
 def test_an_adapter_of_peft_is_generated_with(
-    asked: dict[str, Any], plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: dict[str, Any],
+    plain: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     made = get_peft_model(LlamaForCausalLM.from_pretrained(plain), LoraConfig(r=2, init_lora_weights=False, **asked))
     made.save_pretrained(tmp_path)
+    warnings.simplefilter("always")  # until `recwarn` ends
+    recwarn.clear()
     assert main(generated(tmp_path)) == 0
+    assert not [str(warning.message) for warning in recwarn if issubclass(warning.category, FutureWarning)]
     (ids,) = made.generate(torch.tensor([[2, *encoded("hi")]]), max_new_tokens=4, do_sample=False).tolist()
     assert capsys.readouterr().out == byte_level().decode(ids) + "\n"
 

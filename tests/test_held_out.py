@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from byte_level import byte_level, open_path, published, write_rows
 
 from lightseq.data.content import hash_content
 from lightseq.data.examples import Examples
 from lightseq.data.held_out import SelectedExamples, hold_out
+from lightseq.data.mixture import WeightedPath, mix
 from lightseq.data.open_examples import open_examples
 from lightseq.data.packing import open_windows_to_pack, pack
 from lightseq.data.token_directory import write_token_directory
@@ -69,3 +71,27 @@ def test_a_share_that_leaves_nothing_to_train_on_is_refused(tokens: Path) -> Non
         ValueError, match=r"--eval_fraction 0.99 holds out 19 of 19 documents in .* leaves none to train"
     ):
         split(tokens, 0.99)
+
+
+def test_a_chat_is_held_out_with_all_its_answers(tmp_path: Path) -> None:
+    """Qwen3's template makes an example of each answer, which begins with the questions before it."""
+    tokenizer, chats = byte_level(published("qwen3")), []
+    for number in range(12):
+        turns = [turn for i in range(3) for turn in (("user", f"question {number}"), ("assistant", f"answer {i}"))]
+        chats.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    path = write_rows(tmp_path / "chats.jsonl", *chats)
+    examples = open_path(path, tokenizer)
+
+    def questions(part: Examples) -> list[str]:
+        texts = [tokenizer.backend.decode(part[i].input_ids) for i in range(len(part))]
+        return [text.partition("question ")[2].partition("<")[0] for text in texts]
+
+    trained, held = hold_out(examples, 0.25, 1, path)
+    assert len(examples) == 36 and len(trained) == 27 and len(held) == 9
+    assert not set(questions(trained)) & set(questions(held))
+    assert f"{path}: held out 3 of 12 rows for evaluation (9 examples)" in trained.notes
+    source = WeightedPath(str(path), 1.5)
+    for part, rows in ((examples, 12), (trained, 9)):
+        some = mix([part], [source], 1)
+        count = [questions(some).count(question) for question in set(questions(part))]
+        assert len(count) == rows and set(count) == {3, 6}

@@ -317,6 +317,31 @@ def test_a_model_that_peft_wraps_trains_as_it_did(alone: None) -> None:
     refused(lambda: merged(**batch | {"labels": None}), "shift_labels without labels")
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "PROMPT_TUNING adapters add tokens to"),
+        (peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "PREFIX_TUNING adapters add tokens to"),
+        (peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9), "ADALORA adapters add a penalty to the loss"),
+        (
+            peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5]),
+            "LoRA with alora_invocation_tokens computes",
+        ),
+        ("LilyConfig", "peft's adapter LILY computes with tokens that other ranks hold; use plain LoRA"),
+    ],
+    ids=lambda value: value.peft_type.value if isinstance(value, peft.PeftConfig) else "",
+)
+def test_adapters_that_need_other_ranks_tokens_or_change_the_loss_are_refused(
+    alone: None, settings: Any, line: str
+) -> None:
+    if isinstance(settings, str):  # which older versions of peft lack
+        if not hasattr(peft, settings):
+            pytest.skip(f"peft has no {settings}")
+        settings = getattr(peft, settings)(target_modules=["q_proj"])
+    model = peft.get_peft_model(build("llama"), settings)
+    refused(lambda: hf.enable(model, length=LENGTH), line)
+
+
 def wrapped_between(rank: int) -> None:
     model = build("llama")
     hf.enable(model, schedule="ring", length=LENGTH)

@@ -241,13 +241,33 @@ def _adapter_differences(
         before, now = (each if isinstance(each, str) else ",".join(sorted(each)) for each in (found, wanted))
         if before != now:
             yield f"lora_target_{name}", before or "none", now or "none"
+    yield from _base_differences(directory, adapter_files.changed_rope(config, model), packed_base)
+
+
+def _base_differences(
+    directory: Path, rope: Mapping[str, Any] | None, packed_base: PackedBase | None
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yields what the base of an adapter's run has otherwise than this run. `rope`: None for the base model's own."""
     before, now = map(_kind_of_bits, (adapter_files.read_packed_base(directory), packed_base))
     if before != now:
         yield "base weights in", before, now
-    both = adapter_files.read_rope(directory), adapter_files.changed_rope(config, model)
-    before, now = (_without_none((rope or {}).get("rope_parameters", "the base model's")) for rope in both)
+    both = adapter_files.read_rope(directory), rope
+    before, now = (_without_none((found or {}).get("rope_parameters", "the base model's")) for found in both)
     if not _are_equal(before, now):
         yield "rope_parameters", before, now
+
+
+def start_notes(
+    directory: Path, config: TrainConfig, model: PreTrainedConfig, packed_base: PackedBase | None
+) -> tuple[str, ...]:
+    """Returns warnings if an adapter that starts a run was trained on another base, RoPE or form of weights."""
+    rope = adapter_files.changed_rope(config, model)
+    if adapter_files.read_rope(directory) is not None:  # a merged model may have these settings as its own
+        rope = adapter_files.rope_of(model)
+    return _base_model_note(directory, config) + tuple(
+        f"warning: --lora_adapter {directory} was trained with {name} {before}, but this run has {now}"
+        for name, before, now in _base_differences(directory, rope, packed_base)
+    )
 
 
 def _kind_of_bits(bits: PackedBase | None) -> str:

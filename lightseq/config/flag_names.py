@@ -96,7 +96,8 @@ REMEDIES: Final[Mapping[str, str]] = {
         ),
         "--load_in_4bit True is NF4 with double quantization, computed in the dtype of the run; leave it out": (
             "bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_use_double_quant "
-            "use_bnb_nested_quant quant_type double_quant double_quantization use_double_quant"
+            "use_bnb_nested_quant quant_type double_quant double_quantization use_double_quant "
+            "llm_int8_skip_modules llm_int8_threshold llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight"
         ),
         "adapters have no dropout; leave it out": "lora_dropout",
         "adapters are plain LoRA, with --use_rslora True rank-stabilized; leave it out": (

@@ -66,10 +66,11 @@ def hold_out(
     The latter are `fraction` of the rows, rounded up. Raises ValueError if no row is left to train on.
     """
     assert isinstance(examples, Rows), type(examples)
-    together, first = documents_of_a_row(examples), first_examples(examples)
-    rows = np.flatnonzero(np.diff(first[::together]))  # a row of a single token has no example
+    first, bounds = first_examples(examples), row_bounds(examples)
+    rows = np.flatnonzero(np.diff(first[bounds]))  # a row of a single token has no example
     count = math.ceil(round(fraction * len(rows), 6))
-    name = "pair" if together > 1 else "document" if isinstance(examples, WindowExamples) else "row"
+    is_document = isinstance(examples, WindowExamples) and len(bounds) == len(first)
+    name = "pair" if documents_of_a_row(examples) > 1 else "document" if is_document else "row"
     if count >= len(rows):
         raise ValueError(
             f"--eval_fraction {fraction} holds out {count} of {plural(len(rows), name)} in {path} and leaves none to "
@@ -78,20 +79,40 @@ def hold_out(
     order = np.random.default_rng((seed, HELD_OUT_STREAM)).permutation(len(rows))
 
     def documents(drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-        return (np.sort(drawn)[:, None] * together + np.arange(together)).ravel()
+        return numbers_between(bounds, np.sort(drawn))
 
     held = select_rows(examples, first, documents(rows[order[:count]]), ())
     note = f"{path}: held out {count:,} of {plural(len(rows), name)} for evaluation ({plural(len(held), 'example')})"
     return select_rows(examples, first, documents(rows[order[count:]]), (*examples.notes, note)), held
 
 
+def row_bounds(examples: Rows | SelectedExamples) -> NDArray[np.int64]:
+    """Returns the first document of each row, and the number of documents.
+
+    The documents of a row are the answers of a pair, or of a chat whose template rewrites earlier turns.
+    """
+    source = examples.source if isinstance(examples, SelectedExamples) else examples
+    count = len(first_examples(examples)) - 1
+    documents = examples.rows if isinstance(examples, SelectedExamples) else np.arange(count)
+    if not isinstance(source, WindowExamples) or (firsts := source.source.first_of_rows) is None:
+        rows = documents // documents_of_a_row(examples)
+    else:
+        rows = np.searchsorted(firsts, documents, side="right")
+    return np.concatenate([[0], np.flatnonzero(np.diff(rows)) + 1, [count]]).astype(np.int64)
+
+
+def numbers_between(bounds: NDArray[np.int64], chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the numbers from `bounds[i]` up to `bounds[i + 1]` for each chosen i, in the order of `chosen`."""
+    counts = bounds[chosen + 1] - bounds[chosen]
+    begins = np.repeat(bounds[chosen] - (np.cumsum(counts) - counts), counts)
+    return begins + np.arange(int(counts.sum()))
+
+
 def select_rows(
     examples: Rows | SelectedExamples, first: NDArray[np.int64], rows: NDArray[np.int64], notes: tuple[str, ...]
 ) -> SelectedExamples:
-    """Returns the examples of some rows. Rows may repeat. `first` is the result of `first_examples`."""
-    counts = first[rows + 1] - first[rows]
-    begins = np.repeat(first[rows] - (np.cumsum(counts) - counts), counts)
-    indices = begins + np.arange(int(counts.sum()))
+    """Returns the examples of some documents, which may repeat. `first` is the result of `first_examples`."""
+    indices = numbers_between(first, rows)
     if isinstance(examples, SelectedExamples):
         return SelectedExamples(examples.source, examples.rows[rows], examples.indices[indices], notes)
     return SelectedExamples(examples, rows, indices, notes)

@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightseq.data.examples import Example, Examples
-from lightseq.data.held_out import Rows, SelectedExamples, documents_of_a_row, first_examples, select_rows
+from lightseq.data.held_out import (
+    Rows,
+    SelectedExamples,
+    documents_of_a_row,
+    first_examples,
+    numbers_between,
+    row_bounds,
+    select_rows,
+)
 from lightseq.data.sources import HUB_PREFIX
 from lightseq.utils.formatting import plural
 
@@ -127,13 +135,13 @@ def _repeat(examples: Examples, source: WeightedPath, seed: int) -> Source:
     assert isinstance(examples, Rows | SelectedExamples), type(examples)
     if source.weight == 1:
         return examples
-    together, first = documents_of_a_row(examples), first_examples(examples)
-    rows = np.flatnonzero(np.diff(first[::together]))  # a row of a single token has no example
+    first, bounds = first_examples(examples), row_bounds(examples)
+    rows = np.flatnonzero(np.diff(first[bounds]))  # a row of a single token has no example
     passes, drawn = int(source.weight), round(source.weight % 1 * len(rows))
     if not passes and not drawn:
         raise ValueError(f"{source.path}={source.weight:g} leaves none of {plural(len(rows), 'row')}; give more")
     some = np.random.default_rng((seed, MIXTURE_STREAM)).permutation(rows)[:drawn]
     chosen = np.sort(np.concatenate([np.tile(rows, passes), some]))
-    documents = (chosen[:, None] * together + np.arange(together)).ravel()
+    documents = numbers_between(bounds, chosen)
     note = f"{source.path}: {len(chosen):,} rows an epoch, {source.weight:g} times its {plural(len(rows), 'row')}"
     return select_rows(examples, first, documents, (*examples.notes, note))

@@ -9,7 +9,7 @@ import codecs
 import gzip
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from json import JSONDecodeError
@@ -76,6 +76,27 @@ def read_rows(source: str | Path, options: ReadOptions | None = None) -> Iterato
         if number == 0:
             check_renamed(row, options.renamed_columns, where)
         yield where, select_columns(row, options.ignored_columns, options.renamed_columns, where)
+
+
+def names_for(source: str, sources: Sequence[str], names: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns the names of --columns that a source is read with.
+
+    Returns none for a source of a mixture whose first row has no such column, if another source has one.
+    """
+    holders = [path for path in sources if holds_columns(path)]
+    if source not in holders:
+        return {} if holders else names  # refused later
+    if names and len(holders) > 1:
+        holders = [path for path in holders if _has_any(path, names)]
+    return names if source in holders or not holders else {}
+
+
+def _has_any(source: str, columns: Iterable[str]) -> bool:
+    """Returns whether the first row has one of the columns. A pickle, which is slow to read, counts as if it had."""
+    if not holds_rows(source):
+        return holds_columns(source)
+    _, row = next(_read_rows(source), ("", {}))
+    return any(column in row for column in columns)
 
 
 def get_column(row: Row, column: str, where: str) -> Any:

@@ -38,7 +38,7 @@ from lightseq.utils.progress import progress_bar
 T = TypeVar("T")
 TOKENIZER_ROWS: Final = 256  # rows per call of the tokenizer
 HEAD_START_SECONDS: Final = 0.5  # the process with a progress bar begins earlier
-CACHE_VERSION: Final = 8  # increase it when tokenization changes
+CACHE_VERSION: Final = 9  # increase it when tokenization changes
 
 
 def open_rows(
@@ -78,6 +78,7 @@ class RowReport:
     padding_tokens: int = 0
     remarks: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)  # number of rows, and the first
     repeated_tokens: int = 0  # tokens of earlier turns, in examples of one answer each
+    first_examples: list[int] = dataclasses.field(default_factory=list)  # of each chat
     ignored_columns: dict[str, None] = dataclasses.field(default_factory=dict)  # in order
 
     def count(self, where: str, samples: Sequence[Sample]) -> None:
@@ -201,7 +202,10 @@ def _write(
             raise ValueError(f"{source} has no row with a target; {report.skipped.notes[0]}")
 
     shown = progress_bar(documents(), progress=progress)
-    write_token_directory(directory, shown, tokenizer.vocab_size, extra_meta, with_targets=row_format.masked)
+    write_token_directory(
+        directory, shown, tokenizer.vocab_size, extra_meta,
+        with_targets=row_format.masked, first_of_rows=report.first_examples,
+    )  # fmt: skip
 
 
 def _tokenize(
@@ -219,7 +223,7 @@ def _tokenize(
         flat = [sample for row in kept for _, sample in row]
         encoded = iter(encode_samples(flat, row_format, tokenizer))
         for row in kept:
-            sizes = []
+            sizes, first = [], report.examples
             for where, _ in row:
                 ids, targets = next(encoded)
                 check_ids(ids, vocab_size, where, refused_ids)
@@ -229,6 +233,8 @@ def _tokenize(
                 else:
                     report.examples += 1
                     yield ids, targets
+            if report.examples > first and row_format.renders:
+                report.first_examples.append(first)
             if len(sizes) > 1 and row_format.renders:
                 report.repeated_tokens += sum(sizes) - max(sizes)
 

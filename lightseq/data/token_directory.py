@@ -4,6 +4,7 @@ Files of a token directory:
 tokens.bin     all tokens, little-endian uint16 or uint32
 documents.bin  int64: the start of each document, and the end of the last
 targets.bin    optional, uint8: 1 for a token that is a target, 0 for context; without the file all tokens are targets
+rows.bin       optional, int64: the first document of each row; without the file every document is a row
 meta.json      dtype, counts, vocabulary, SHA-256 of the other files, tokenizer, source, seed, skipped rows
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ from lightseq.utils.formatting import first_line
 IntArray = NDArray[np.integer[Any]]
 
 FORMAT_VERSION = 1
-TOKENS, DOCUMENTS, TARGETS, META = "tokens.bin", "documents.bin", "targets.bin", "meta.json"
+TOKENS, DOCUMENTS, TARGETS, ROWS, META = "tokens.bin", "documents.bin", "targets.bin", "rows.bin", "meta.json"
+FILES = frozenset((TOKENS, DOCUMENTS, TARGETS, ROWS, META))
 SHA256 = "sha256"  # key of meta.json: the SHA-256 of every other file by name
 PARTIAL = ".partial-"  # follows the final name in a directory that is being written
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -43,7 +45,7 @@ def atomic_write(path: Path, force: bool) -> Iterator[Path]:
     path = path.resolve()
     if path.exists() and not force:
         raise ValueError(f"{path} exists; give another path, or --force to replace it")
-    if path.is_dir() and (strangers := {entry.name for entry in path.iterdir()} - {TOKENS, DOCUMENTS, TARGETS, META}):
+    if path.is_dir() and (strangers := {entry.name for entry in path.iterdir()} - FILES):
         raise ValueError(
             f"{path} holds {min(strangers)}, so it is not a token directory and is not replaced; move it away"
         )
@@ -79,10 +81,12 @@ def write_token_directory(
     extra_meta: Callable[[], Mapping[str, object]],
     force: bool = False,
     with_targets: bool = False,
+    first_of_rows: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Streams documents, with or without a mask of targets, to disk and returns meta.json's content.
 
-    `extra_meta` is called after the last document, when its counts are known.
+    After the last document, when their counts are known, `extra_meta` is called, and `first_of_rows`, which may grow
+    until then, holds the first document of each row if a row holds several.
     """
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     count = tokens = 0
@@ -108,6 +112,10 @@ def write_token_directory(
             raise ValueError(f"no document to write to {path}; give sources that hold text")
         meta = {"format_version": FORMAT_VERSION, "dtype": dtype, "documents": count, "tokens": tokens}
         meta |= {"vocab_size": vocab_size, "max_token_id": max_token_id, "targets": with_targets, **extra_meta()}
+        if 0 < len(rows := list(first_of_rows)) < count:
+            meta["rows"] = len(rows)
+            hashed[ROWS] = _HashedFile(files.enter_context((partial / ROWS).open("wb")))
+            hashed[ROWS].write(np.asarray(rows, OFFSET_DTYPE).tobytes())
         meta[SHA256] = {name: file.hexdigest() for name, file in hashed.items()}
         files.close()  # before meta.json is written: a newer file has been edited
         (partial / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
@@ -155,6 +163,7 @@ class TokenDirectory:
     offsets: NDArray[np.int64]
     meta: Mapping[str, Any]
     targets: IntArray | None = None
+    first_of_rows: NDArray[np.int64] | None = None  # the first document of each row; None: every document is a row
 
     def first(self, documents: int) -> TokenDirectory:
         """Returns the directory cut to its first documents."""
@@ -162,11 +171,12 @@ class TokenDirectory:
         tokens = self.tokens[: offsets[-1]]
         counts = {"documents": len(offsets) - 1, "tokens": len(tokens), "max_token_id": int(tokens.max(initial=0))}
         targets = None if self.targets is None else self.targets[: offsets[-1]]
-        return TokenDirectory(self.path, tokens, offsets, {**self.meta, **counts}, targets)
+        rows = None if self.first_of_rows is None else self.first_of_rows[self.first_of_rows < documents]
+        return TokenDirectory(self.path, tokens, offsets, {**self.meta, **counts}, targets, rows)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names of the files with data."""
+        """The names of the files with tokens."""
         return (TOKENS, DOCUMENTS) if self.targets is None else (TOKENS, DOCUMENTS, TARGETS)
 
     def document(self, index: int) -> IntArray:
@@ -188,7 +198,8 @@ def open_token_directory(path: Path) -> TokenDirectory:
             f"{path / DOCUMENTS} is corrupt: its offsets do not rise from 0 to {meta['tokens']}; make it again"
         )
     targets = _map_numbers(path / TARGETS, TARGET_DTYPE, meta["tokens"]) if meta.get("targets") else None
-    return TokenDirectory(path, tokens, offsets, meta, targets)
+    rows = _map_numbers(path / ROWS, OFFSET_DTYPE, meta["rows"]) if meta.get("rows") else None
+    return TokenDirectory(path, tokens, offsets, meta, targets, rows)
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from lightseq.attention.config import AttentionConfig
 from lightseq.attention.context import SequenceContext, context_beside, make_context, release
 from lightseq.attention.module_attention import attention_function
 from lightseq.distributed.roll_call import RollCall
+from lightseq.hf.adapters import check_adapters
 from lightseq.hf.checks import install_checks
 from lightseq.hf.image_attention import IMPLEMENTATION as WITH_IMAGES
 from lightseq.hf.image_attention import image_attention_function
@@ -82,6 +83,7 @@ def enable(
     if config.length < 1:
         raise ValueError(f"length is {config.length}; give the tokens of a sequence")
     check_attention(model)
+    check_adapters(model)
     check_quantized(model)
     if (positions := positions_in_table(transformers_model(model))) is not None and given_length > positions:
         raise ValueError(
@@ -131,6 +133,7 @@ def enable_beside(
     Raises ValueError for an unsupported model, as `enable` does, and if it needs another schedule than `context` has.
     """
     check_attention(model)
+    check_adapters(model)
     config = dataclasses.replace(context.config, dtype=dtype or context.config.dtype)
     mixers = mixer_modules(model)
     config = dataclasses.replace(_completed(config, model, context.layout.world), carries_states=bool(mixers))

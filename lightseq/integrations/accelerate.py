@@ -27,6 +27,7 @@ from transformers.trainer_utils import seed_worker
 
 from lightseq import hf
 from lightseq.distributed.environment import ranks_per_host
+from lightseq.hf.adapters import check_adapters
 from lightseq.hf.quantized import check_before_sharding, skip_in_ddp
 from lightseq.integrations.split_model import SPLIT_MODEL, SplitModel, split_model_of
 from lightseq.integrations.whole_batches import WholeBatches
@@ -115,7 +116,7 @@ def enable(
     same model returns the first result.
     """
     unwrapped = accelerator.unwrap_model(model)
-    _check_adapters(unwrapped)
+    check_adapters(unwrapped)
     inner = transformers_model(unwrapped)
     has_head = inner.get_output_embeddings() is not None
     if not has_head and score_of(inner) is None:
@@ -148,16 +149,6 @@ def disable(model: nn.Module) -> None:
     """Undoes `enable`, so that the model generates. Does nothing for a model whose sequences are not split."""
     if (split := split_model_of(model)) is not None:
         split.record.changes.undo()
-
-
-def _check_adapters(model: nn.Module) -> None:
-    """Raises ValueError for adapters of peft that add tokens to each sequence."""
-    config: Any = getattr(model, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False):
-        raise ValueError(
-            f"{config.peft_type.value} adapters add tokens to each sequence, so they do not work with "
-            "sequence_parallel_size > 1; use LoRA"
-        )
 
 
 def _run_hooks_inside(model: nn.Module, inner: nn.Module, changes: Changes) -> None:

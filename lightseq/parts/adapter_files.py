@@ -52,7 +52,7 @@ def load(model: PreTrainedModel, directory: Path, fill: FillParameter = fill) ->
     with open_safetensors(path) as file:
         names = set(file.keys())
     if different := sorted(names ^ parameters.keys()):
-        whose = "the run's adapters lack" if different[0] in names else "which lacks the run's"
+        whose = "the run's adapters lack" if different[0] in names else "the file lacks the run's"
         raise ValueError(
             f"{path}: {whose} {different[0]}; give --lora_target_modules and --lora_target_parameters of it"
         )
@@ -85,6 +85,11 @@ def changed_rope(config: TrainConfig, model_config: PreTrainedConfig) -> dict[st
     """Returns the RoPE settings of config.json if a run's flags changed them, else None."""
     if config.rope_theta is None and config.rope_scaling is None:
         return None
+    return rope_of(model_config)
+
+
+def rope_of(model_config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the RoPE settings of a model's config."""
     found = text_config(model_config).to_dict()
     return {key: found[key] for key in ROPE_SETTINGS}
 

@@ -1,5 +1,6 @@
 """A whole model on one device, loaded with the same checks of files as in training."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -133,7 +134,9 @@ def _load_adapted(directory: Path, device: torch.device) -> Any:
     if bits is not None and not bits.in_files:
         check_package(f"{directory}, which was trained on weights in four bits,")
         round_to_four_bits(model, getattr(torch, bits.dtype))
-    adapted = _guarded(directory, lambda: PeftModel.from_pretrained(model, str(directory)))
+    with warnings.catch_warnings():  # peft asks whether the model checkpoints by a name that transformers renamed
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        adapted = _guarded(directory, lambda: PeftModel.from_pretrained(model, str(directory)))
     expected = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
     known = get_peft_model_state_dict(adapted, save_embedding_layers=True).keys()  # peft may add the base's weights
     unknown = set() if has_towers(model.config) else stored - known - expected  # an adapter may be of towers, too

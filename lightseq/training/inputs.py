@@ -20,6 +20,7 @@ from lightseq.checkpoint.resume import (
     changed_ranks_note,
     check_flags,
     check_model,
+    start_notes,
 )
 from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
 from lightseq.config.train_config import TrainConfig
@@ -185,9 +186,11 @@ def _check_packed_base(config: TrainConfig, model: FoundModel, packed_base: Pack
 def _check_checkpoint(
     config: TrainConfig, world: World, model: FoundModel, deepspeed: DeepSpeedSettings | None, path: Path | None
 ) -> Notes:
-    """Raises ValueError if the checkpoint does not fit the run. Returns notes on changed flags."""
+    """Raises ValueError if the checkpoint does not fit the run. Returns notes on changed flags and adapters."""
     if path is None:
-        return ()
+        if model.lora is None or config.lora_adapter is None:
+            return ()
+        return start_notes(Path(config.lora_adapter), config, model.config, model.packed_base)
     resume.check_engine(path, deepspeed.name if deepspeed else None, world.size)
     notes = check_model(path, config, model.config, model.lora, model.packed_base) + check_flags(path, config)
     return notes + changed_ranks_note(path, world)

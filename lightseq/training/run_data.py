@@ -12,7 +12,7 @@ from lightseq.data.held_out import hold_out
 from lightseq.data.mixture import WeightedPath, mix, paths_of, weighted_paths
 from lightseq.data.open_examples import open_examples, require_target
 from lightseq.data.packing import PackedExamples, open_windows_to_pack, pack
-from lightseq.data.sources import ReadOptions, holds_columns, holds_rows
+from lightseq.data.sources import ReadOptions, holds_columns, holds_rows, names_for
 from lightseq.distributed.world import World
 from lightseq.models.decoder import placeholder_ids, text_config
 from lightseq.training.find_model import FoundModel
@@ -85,7 +85,7 @@ def _open_sources(
         options = ReadOptions(
             text_column=config.text_column if reads_text else TrainConfig.text_column,
             ignored_columns=split_columns(config.ignore_columns) if reads_columns else (),
-            renamed_columns=renamed_columns(config.columns) if reads_columns else {},
+            renamed_columns=names_for(source.path, everything, renamed_columns(config.columns)),
             limit=config.max_eval_samples if limits_evaluation else config.max_train_samples if trains else None,
             cache=Path(config.data_cache).expanduser(),
             chat_template=config.chat_template,

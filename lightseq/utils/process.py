@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 # transformers imports torchao if it is installed. On every rank torchao then logs the kernels that it cannot load, and
 # torch logs how torchao declares its types. A missing feature that a flag needs is an error anyway.
-# The compiler warns about in-place operations under checkpoint policies; our layers have none.
-NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap")
+# The compiler warns about in-place operations under checkpoint policies; our layers have none. peft imports
+# bitsandbytes, which then misses its own kernels for CPUs.
+NOISY_LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap", "bitsandbytes.backends.cpu.ops")
 
 
 def silence_loggers() -> None:
