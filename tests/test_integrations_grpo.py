@@ -3,7 +3,7 @@
 import random
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,8 @@ GRPO_CASES: Mapping[str, dict[str, Any]] = {
     "sapo": {"loss_type": "sapo"},
     "vespo": {"loss_type": "vespo"},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-    "entropy": {"entropy_coef": 0.05, "top_entropy_quantile": 0.5},
+    # Not the median: equal contexts have equal entropies, of which rounding would choose some.
+    "entropy": {"entropy_coef": 0.05, "top_entropy_quantile": 0.4},
     "adapters": {"adapters": True, "beta": 0.1},
     "several updates": {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1},
     "accumulated": {"gradient_accumulation_steps": 2, "temperature": 0.7},
@@ -273,11 +274,17 @@ def split(rank: int, kind: type[Trainer], case: Mapping[str, Any], size: int, wo
     return run(rank, kind, case, world // size, sequence_parallel_size=size)
 
 
-def check(plain: type[Trainer], ours: type[Trainer], case: Mapping[str, Any], world: int) -> None:
+def check(
+    plain: type[Trainer], ours: type[Trainer], case: Mapping[str, Any], world: int, regrouped: Sequence[str] = ()
+) -> None:
+    """Compares runs, except for metrics that TRL averages over micro-batches of `regrouped` rows."""
     for size in sizes(world):
         wanted = spawn(world // size, run, plain, case, world // size)[0]
         assert "family" in case or any(np_changed(wanted))
         for got in spawn(world, split, ours, case, size, world):
+            for record in (*got["history"], *wanted["history"]):
+                for name in regrouped:
+                    record.pop(name, None)
             assert_equal(got, wanted)
             assert got["logs"] == wanted["logs"]
 
@@ -368,7 +375,8 @@ class SplitOpeningGrpo(SameOpening, SequenceParallelGRPOTrainer):
 @pytest.mark.parametrize("case", slow_except([], PREFIX_CASES))
 def test_completions_that_share_a_prompt_equal_one_process(case: str, world: int) -> None:
     """Also equal: completions that are equal, because the prompt's last token tells only two kinds apart."""
-    check(OpeningGrpo, SplitOpeningGrpo, PREFIX_CASES[case], world)
+    regrouped = ("kl", "entropy") if "gradient_accumulation_steps" in PREFIX_CASES[case] else ()
+    check(OpeningGrpo, SplitOpeningGrpo, PREFIX_CASES[case], world, regrouped)
 
 
 @pytest.mark.slow

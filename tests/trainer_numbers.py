@@ -137,7 +137,8 @@ def assert_equal(got: Numbers, wanted: Numbers) -> None:
         for name, value in theirs.items():
             if "rewards/accuracies" in name and theirs[name.replace("accuracies", "margins")] == 0:
                 continue  # before the first update all pairs are ties, up to rounding
-            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-5), (name, ours["step"])
+            found = name, ours["step"], ours[name], value
+            assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-5), found
     assert got["flos"] == pytest.approx(wanted["flos"], rel=1e-6)
     for name, weight in wanted["weights"].items():
         assert np.linalg.norm(got["weights"][name] - weight) <= 1e-5 * np.linalg.norm(weight), name
