@@ -25,7 +25,7 @@ from benchmarks.tiny_models import tiny_config
 from lightseq.architecture.family import apply_rope
 from lightseq.architecture.flops import count_adapter_parameters, model_flops
 from lightseq.checkpoint.manifest import MANIFEST
-from lightseq.checkpoint.resume import start_notes
+from lightseq.checkpoint.model_differences import start_notes
 from lightseq.cli import main as lightseq
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig

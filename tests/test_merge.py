@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from lightseq.checkpoint.resume import check_model
+from lightseq.checkpoint.model_differences import check_model
 from lightseq.cli import main as lightseq
 from lightseq.config.train_config import TrainConfig
 from lightseq.parts.adapter_files import CONFIG, read_config

@@ -11,7 +11,8 @@ from transformers import Gemma2Config, NemotronConfig, PreTrainedConfig
 
 from lightseq.architecture.family import apply_rope, preset_config
 from lightseq.checkpoint.checkpoints import TRAINER_STATE
-from lightseq.checkpoint.resume import changed_length_note, changed_ranks_note, check_engine, check_flags, check_model
+from lightseq.checkpoint.model_differences import check_model
+from lightseq.checkpoint.resume import changed_length_note, changed_ranks_note, check_engine, check_flags
 from lightseq.cli import BOTH
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.world import World

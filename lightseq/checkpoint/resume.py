@@ -1,17 +1,15 @@
-"""Resuming: choosing a checkpoint, checking that it fits the run, and restoring its state."""
+"""Resuming: choosing a checkpoint, checking its state and flags, and restoring it."""
 
-import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lightseq.checkpoint import manifest, state_files
 from lightseq.checkpoint.checkpoints import (
@@ -27,12 +25,8 @@ from lightseq.config.optimizers import NO_STATE, OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import from_rank_0, on_all_ranks
 from lightseq.distributed.world import World
-from lightseq.models.decoder import text_config
 from lightseq.objectives.registry import objective_of
-from lightseq.parts import adapter_files, adapters
-from lightseq.parts.adapters import Lora
-from lightseq.parts.packed_base import PackedBase
-from lightseq.utils.files import read_json_object
+from lightseq.parts import adapter_files
 from lightseq.utils.formatting import first_line, plural
 
 NEWEST = ("True", "auto")  # values of the flag that ask for the newest checkpoint
@@ -44,14 +38,6 @@ LEARNING_FLAGS: Final = (
     *("distill_kind", "distill_temperature", "distill_beta"),
 )
 ENDLESS_LR_SCHEDULES: Final = ("constant", "constant_with_warmup", "inverse_sqrt")  # do not depend on the last step
-CONFIG = "config.json"
-# Model settings that change the computation without changing a shape.
-COMPARED_SETTINGS = (
-    *("rope_parameters", "hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon"),
-    *("sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
-)
-RELATIVE_TOLERANCE = 1e-4  # flags may have fewer digits than the saved config
 
 
 @dataclass(frozen=True)
@@ -187,119 +173,6 @@ def changed_length_note(resume_from: Path, lr_scheduler_type: str, total_steps: 
         f"resumed for {total_steps} steps in all (was {before}): the learning rate jumps to where a "
         f"{lr_scheduler_type} schedule of the new length would be",
     )
-
-
-def check_model(
-    directory: Path,
-    config: TrainConfig,
-    model: PreTrainedConfig,
-    lora: Lora | None,
-    packed_base: PackedBase | None = None,
-) -> tuple[str, ...]:
-    """Returns notes on the model of a resumed run. Raises ValueError with the first setting that differs."""
-    if lora is None:
-        differences = _model_differences(directory, model)
-    else:
-        differences = _adapter_differences(directory, config, model, lora, packed_base)
-    if (difference := next(differences, None)) is not None:
-        name, before, now = difference
-        raise ValueError(
-            f"--resume_from_checkpoint {directory} was trained with {name} {before}, but this run has {now}; give the "
-            "flags and the model that it was trained with, or start over in another directory"
-        )
-    return _base_model_note(directory, config) if lora else ()
-
-
-def _model_differences(directory: Path, model: PreTrainedConfig) -> Iterator[tuple[str, Any, Any]]:
-    if not (directory / CONFIG).is_file():
-        return
-    read = read_json_object(directory / CONFIG)
-    kind = read.get("model_type", model.model_type)
-    if kind != model.model_type:
-        yield "model_type", kind, model.model_type
-    settings, _ = type(model).get_config_dict(directory)  # infinity has a form of its own in the file
-    saved, wanted = (text_config(x).to_dict() for x in (type(model).from_dict(settings), model))
-    for name in COMPARED_SETTINGS:
-        before, now = (_without_none(x.get(name)) for x in (saved, wanted))
-        if not _are_equal(before, now):
-            yield name, before, now
-
-
-def _adapter_differences(
-    directory: Path, config: TrainConfig, model: PreTrainedConfig, lora: Lora, packed_base: PackedBase | None
-) -> Iterator[tuple[str, Any, Any]]:
-    saved = _adapter_config(directory)
-    rank, alpha = saved.get("r", lora.rank), saved.get("lora_alpha", lora.alpha)
-    if rank != lora.rank:
-        yield "lora_rank", rank, lora.rank
-    if alpha != lora.alpha:
-        yield "lora_alpha", alpha, lora.alpha
-    if bool(saved.get("use_rslora")) != lora.rank_stabilized:
-        yield "use_rslora", not lora.rank_stabilized, lora.rank_stabilized
-    for name, wanted in (("modules", adapters.target_modules(lora)), ("parameters", sorted(lora.parameters))):
-        found = saved.get(f"target_{name}", wanted) or []
-        before, now = (each if isinstance(each, str) else ",".join(sorted(each)) for each in (found, wanted))
-        if before != now:
-            yield f"lora_target_{name}", before or "none", now or "none"
-    yield from _base_differences(directory, adapter_files.changed_rope(config, model), packed_base)
-
-
-def _base_differences(
-    directory: Path, rope: Mapping[str, Any] | None, packed_base: PackedBase | None
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yields what the base of an adapter's run has otherwise than this run. `rope`: None for the base model's own."""
-    before, now = map(_kind_of_bits, (adapter_files.read_packed_base(directory), packed_base))
-    if before != now:
-        yield "base weights in", before, now
-    both = adapter_files.read_rope(directory), rope
-    before, now = (_without_none((found or {}).get("rope_parameters", "the base model's")) for found in both)
-    if not _are_equal(before, now):
-        yield "rope_parameters", before, now
-
-
-def start_notes(
-    directory: Path, config: TrainConfig, model: PreTrainedConfig, packed_base: PackedBase | None
-) -> tuple[str, ...]:
-    """Returns warnings if an adapter that starts a run was trained on another base, RoPE or form of weights."""
-    rope = adapter_files.changed_rope(config, model)
-    if adapter_files.read_rope(directory) is not None:  # a merged model may have these settings as its own
-        rope = adapter_files.rope_of(model)
-    return _base_model_note(directory, config) + tuple(
-        f"warning: --lora_adapter {directory} was trained with {name} {before}, but this run has {now}"
-        for name, before, now in _base_differences(directory, rope, packed_base)
-    )
-
-
-def _kind_of_bits(bits: PackedBase | None) -> str:
-    if bits is None or bits.is_exact:
-        return "16 or 32 bits"
-    return f"{bits.words} as their files store it" if bits.in_files else f"{bits.words} by --load_in_4bit True"
-
-
-def _base_model_note(directory: Path, config: TrainConfig) -> tuple[str, ...]:
-    """Returns a warning if an adapter's base model has another name. Its directory may only have moved."""
-    before = _adapter_config(directory).get("base_model_name_or_path")
-    now = adapter_files.base_model_name(config.model_name_or_path)
-    if before in (None, now):
-        return ()
-    return (f"warning: the adapter in {directory} was trained on {before} and continues on {now}",)
-
-
-def _adapter_config(directory: Path) -> Mapping[str, Any]:
-    return adapter_files.read_config(directory) if (directory / adapter_files.CONFIG).is_file() else {}
-
-
-def _are_equal(before: Any, now: Any) -> bool:
-    if isinstance(before, dict) and isinstance(now, dict):
-        return before.keys() == now.keys() and all(_are_equal(before[key], now[key]) for key in before)
-    if isinstance(before, int | float) and isinstance(now, int | float):
-        return math.isclose(before, now, rel_tol=RELATIVE_TOLERANCE)
-    return bool(before == now)
-
-
-def _without_none(value: Any) -> Any:
-    """Drops the None entries of a mapping. Configs may store them or leave them out."""
-    return {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value
 
 
 def restore(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:

@@ -13,15 +13,8 @@ from lightseq.architecture.family import context_warning
 from lightseq.architecture.flops import count_adapter_parameters, total_parameters
 from lightseq.architecture.inspection import inspect_architecture
 from lightseq.checkpoint import checkpoints, resume
-from lightseq.checkpoint.resume import (
-    FRESH_START,
-    ResumePoint,
-    changed_length_note,
-    changed_ranks_note,
-    check_flags,
-    check_model,
-    start_notes,
-)
+from lightseq.checkpoint.model_differences import check_model, start_notes
+from lightseq.checkpoint.resume import FRESH_START, ResumePoint, changed_length_note, changed_ranks_note, check_flags
 from lightseq.config.deepspeed import DeepSpeedSettings, deepspeed_settings
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import BatchStream
