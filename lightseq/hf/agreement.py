@@ -59,9 +59,10 @@ def check_ids(facts: Tensor, vocabulary: int | None) -> None:
     """Raises ValueError, on every rank alike, for token ids or labels of a batch outside the model's vocabulary."""
     lowest, highest = facts[4:6].tolist()
     if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
+        size = "" if vocabulary is None else f" of {vocabulary}"
         raise ValueError(
-            f"the batch has token id {lowest if lowest < 0 else highest}, outside the model's vocabulary of "
-            f"{vocabulary}; tokenize with the model's tokenizer"
+            f"the batch has token id {lowest if lowest < 0 else highest}, outside the model's vocabulary{size}; "
+            "tokenize with the model's tokenizer"
         )
 
 

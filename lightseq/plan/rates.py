@@ -65,8 +65,8 @@ MATRIX_SHARE = 0.70  # matrix products of layers and loss (points; traces: 0.68 
 ATTENTION_SHARE = 0.97  # speed inside a step beside the isolated layer's (schedule/timing.py; points)
 MEMORY_SHARE = 0.75  # GPU memory traffic (traces: compiled elementwise 0.80, AdamW 0.71)
 PEER_SHARE = 0.43  # a collective between GPUs beside running kernels (traces)
-# Share of a GPU that a collective takes from the kernels beside it: NCCL runs up to 32 blocks on 132 multiprocessors
-# (counted; Qwen3-30B-A3B on four H200 without expert parallelism, where gathers fill the step).
+# Share of a GPU that a collective takes from the kernels beside it (fitted to one step: Qwen3-30B-A3B on four H200
+# without expert parallelism, which gathers fill; it would be 32 of 132 multiprocessors).
 COLLECTIVE_SHARE = 0.24
 NETWORK_RATE = 45e9  # bytes per second to other hosts: 400 Gb/s per GPU, nine tenths used (assumed)
 HOST_LINK_SHARE = 0.6  # copies to and from pinned memory, fitted to the steps that tests/test_plan_steps.py reads
