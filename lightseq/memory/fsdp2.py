@@ -85,7 +85,7 @@ class ReduceScatterIntoSharedPool(DefaultReduceScatter):
 def forget_forward_passes(root: Any) -> None:
     """Clears FSDP2's record of forward passes, for a model that never runs backward.
 
-    FSDP2 records the order of units to prefetch in the backward pass; without one, the record grows for ever.
+    FSDP2 records the order of units, to prefetch them in the backward pass. Without a backward pass the record grows.
     """
 
     def forget(*_: Any) -> None:

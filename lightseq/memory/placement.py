@@ -165,7 +165,7 @@ def _strides(costs: Costs, candidates: _Candidates, layer_seconds: Sequence[floa
 def _exposed_seconds(copy: float, strides: NDArray[Any], layer_seconds: Sequence[float]) -> Any:
     """Returns the seconds of an offloaded layer's copies, in both directions, that no compute hides.
 
-    Single distances are whole numbers; a stride is their mean.
+    Distances between offloaded layers are whole numbers. A stride is their mean, so it may lie between two of them.
     """
     short = np.floor(strides)
     return sum(
