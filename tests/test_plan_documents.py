@@ -94,7 +94,7 @@ def test_the_share_is_the_mean_of_all_rows_with_and_without_training(kind: str, 
     edges = [rows[i].boundaries or () for i in range(len(rows))]
     sizes = [[b - a for a, b in pairwise(row)] for row in edges]
     assert found is not None and found == read_document_lengths(config_of(data), CONFIG)
-    assert found.attention_share(LENGTH) == pytest.approx(np.mean([sum(n * n for n in x) for x in sizes]) / LENGTH**2)
+    assert found.area_per_token / LENGTH == pytest.approx(np.mean([sum(n * n for n in x) for x in sizes]) / LENGTH**2)
     assert found.mean_tokens == pytest.approx(np.mean([n for x in sizes for n in x]))
     few = read_document_lengths(config_of(data, "--packing best_fit --max_train_samples 2"), CONFIG)
     assert few == DocumentLengths((149 + 3) / 2, (149**2 + 3**2) / (2 * LENGTH), 149)
@@ -265,5 +265,5 @@ def test_all_ranks_plan_with_the_same_documents_and_run_json_has_them(tmp_path: 
     plan = json.loads((files / "run" / "run.json").read_text())["memory_plan"]
     expected = read_document_lengths(parse(words(files, "run", more).split(), ""), CONFIG)
     assert expected is not None
-    share = expected.attention_share(48)
+    share = expected.area_per_token / 48
     assert plan["documents"] == {"mean_tokens": expected.mean_tokens, "attention_share": share} and 0.5 < share < 1

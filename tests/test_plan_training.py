@@ -301,30 +301,26 @@ def test_unreached_evaluations_and_warmup_are_noted(flags: str, total: int, said
 
 
 @pytest.mark.slow
-def test_an_out_of_memory_error_names_settings_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_error_names_settings_that_fit() -> None:
     model = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, tie_word_embeddings=False,
     )  # fmt: skip
     words = "--model_name_or_path m --data_path d --output_dir o --bf16 --model_max_length 6000000 --remat none"
     asked = parse(words.split(), "")
-    here = World(0, 8, 0, 8, torch.device("cpu"))
-    monkeypatch.setattr("lightseq.plan.advice.planned_run", lambda *_: _h200(model, asked))
-    *parts, remedy = out_of_memory(asked, model, here)
+    *parts, remedy = out_of_memory(_h200(model, asked))
     assert parts[0].startswith("planned peak memory") and any("stored activations" in line for line in parts)
     assert remedy.startswith("to fit: without --remat (") and " GPUs (" in remedy
     fitting = replace(asked, model_max_length=2**17, offload="activations")
-    monkeypatch.setattr("lightseq.plan.advice.planned_run", lambda *_: _h200(model, fitting))
     assert make_plan(_h200(model, fitting)).fits
-    *_, remedy = out_of_memory(fitting, model, here)  # though the plan sees enough memory
+    *_, remedy = out_of_memory(_h200(model, fitting))  # though the plan sees enough memory
     assert remedy.startswith("to fit: without --remat --offload (") and " GPUs (" in remedy
     chosen = replace(fitting, offload="auto")
-    monkeypatch.setattr("lightseq.plan.advice.planned_run", lambda *_: _h200(model, chosen))
-    *_, remedy = out_of_memory(chosen, model, here)
+    *_, remedy = out_of_memory(_h200(model, chosen))
     budget = 0.9 * make_plan(_h200(model, chosen)).parts.total / GIB
     assert remedy.startswith(f"to fit: --device_memory_budget {budget:.1f}"), "the planner then plans with less"
     deepspeed = replace(asked, deepspeed="d.json")
-    assert "offload_optimizer and offload_param in d.json" in out_of_memory(deepspeed, model, here)[0]
+    assert "offload_optimizer and offload_param in d.json" in out_of_memory(_h200(model, deepspeed))[0]
 
 
 def _h200(model: LlamaConfig, config: TrainConfig) -> PlannedRun:

@@ -4,15 +4,12 @@ Each suggestion is a plan of its own: the same run with other flags, more GPUs o
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.world import World
 from lightseq.plan.breakdown import GIB
-from lightseq.plan.document_lengths import DocumentLengths
 from lightseq.plan.make_plan import can_fit, make_plan
 from lightseq.plan.plan import (
     PLANNED_FLAGS,
@@ -20,9 +17,8 @@ from lightseq.plan.plan import (
     on_smaller_gpus,
     owners_of_offloaded_state,
     usable_gpu_bytes,
-    without_device_budget,
 )
-from lightseq.plan.run import PlannedRun, planned_run
+from lightseq.plan.run import PlannedRun
 
 K = 2**10
 MAX_LENGTH, MAX_GPUS = 2**30, 512  # building schedules for more ranks takes minutes
@@ -32,17 +28,13 @@ RETRY_SHARE = 0.9  # share of memory in the next plan, if a run did not fit alth
 
 def longest(run: PlannedRun) -> int | None:
     """Returns the longest length that fits, a multiple of 1024 tokens from there on; None if no length fits."""
-    step = K if can_fit(run.with_length(K)) else 1
-    if step == 1 and not can_fit(run.with_length(1)):
-        return None
-    low = step
-    while low < MAX_LENGTH and can_fit(run.with_length(2 * low)):
-        low *= 2
-    high = 2 * low
-    while high - low > step:
-        middle = (low + high) // 2 // step * step
-        low, high = (middle, high) if can_fit(run.with_length(middle)) else (low, middle)
-    return low
+
+    def is_too_long(length: int) -> bool:
+        return not can_fit(run.with_length(length))
+
+    lengths = range(1, K) if is_too_long(K) else range(K, MAX_LENGTH + 1, K)
+    fitting = bisect_left(lengths, True, key=is_too_long)
+    return lengths[fitting - 1] if fitting else None
 
 
 @dataclass(frozen=True)
@@ -129,22 +121,14 @@ def plan_notes(plan: Plan) -> list[str]:
     return [f"weights, gradients and optimizer state{owners} are in host memory{reason}", *warnings]
 
 
-def out_of_memory(
-    config: TrainConfig,
-    model: PreTrainedConfig,
-    world: World,
-    documents: DocumentLengths | None = None,
-    teacher: PreTrainedConfig | None = None,
-) -> list[str]:
+def out_of_memory(run: PlannedRun) -> list[str]:
     """Returns lines with the planned memory by purpose, and changes that would make the run fit.
 
     If the plan fits although the run did not, it counts too little; the changes then save a tenth of its total.
     """
-    if config.deepspeed:  # the planner does not know its state
+    if (config := run.config).deepspeed:  # the planner does not know its state
         gpus = "more GPUs per sequence (--sequence_parallel_size), or a lower --model_max_length"
         return [f"to fit: offload_optimizer and offload_param in {config.deepspeed}, {gpus}"]
-    config_here = config.resolve_memory_flags(on_gpu=world.device.type == "cuda")
-    run = without_device_budget(planned_run(config_here, model, world, documents, teacher))
     plan, usable = make_plan(run), usable_gpu_bytes(run)
     room = f", {usable / GIB:.1f} GiB usable" if math.isfinite(usable) else ""
     lines = [f"planned peak memory per GPU ({plan.when}{room}):", *plan.parts.lines()]

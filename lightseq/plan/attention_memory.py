@@ -6,9 +6,8 @@ The memory is proportional to a rank's tokens, so one short run gives it for eve
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +38,7 @@ def takes_cublas(kernel_name: str, capability: tuple[int, int], head_dim: int) -
     return kernel_name == "cublas" or before_ampere or head_dim > MAX_FLASH_DIM
 
 
-@dataclass(frozen=True)
-class AttentionMemory:
+class AttentionMemory(NamedTuple):
     """Bytes per local token on the rank that needs most."""
 
     buffers: float  # mapped by peers
@@ -66,7 +64,7 @@ def attention_memory(
         for ranks in (MAX_RING // 2, MAX_RING)
     )
     steps = (ring - MAX_RING) / (MAX_RING - MAX_RING // 2)
-    return AttentionMemory(*(b + (b - a) * steps for a, b in zip(astuple(low), astuple(high), strict=True)))
+    return AttentionMemory(*(b + (b - a) * steps for a, b in zip(low, high, strict=True)))
 
 
 def _count(
@@ -97,27 +95,21 @@ def _count(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counter of the bytes of live tensors that were allocated under this mode, and of their peak."""
+    """Counter of the peak of the bytes of live tensors that were allocated under this mode."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
-        self._seen: set[int] = set()
+        self.peak, self._live = 0, weakref.WeakSet[torch.UntypedStorage]()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = op(*args, **(kwargs or {}))
-        known = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and (key := x.untyped_storage()._cdata) not in known | self._seen:
-                self._seen.add(key)
-                self.now += x.untyped_storage().nbytes()
-                weakref.finalize(x.untyped_storage(), self._freed, key, x.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.now)
+        self._live |= _storages(result) - _storages((args, kwargs))
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._live))
         return result
 
-    def _freed(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
+
+def _storages(tree: Any) -> set[torch.UntypedStorage]:
+    return {x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)}
 
 
 class _MetaKernel:

@@ -4,18 +4,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from lightseq.architecture.inspection import inspect_architecture
 from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import local_part
 from lightseq.models.decoder import text_config
 from lightseq.objectives.registry import objective_of
-from lightseq.parts.facts import Layer
-from lightseq.plan.layer_costs import layer_table, treatment_of
 from lightseq.plan.rates import GIB
 from lightseq.schedule.timing import FLOAT32_BYTES
 
@@ -54,47 +50,31 @@ class Breakdown:
         return [f"{name:<18}{size / GIB:9.2f} GiB" for name, size in shown]
 
 
-class StateBytes(NamedTuple):
-    """Bytes of one rank's parameters, gradients and optimizer state."""
+class State(NamedTuple):
+    """Bytes of one rank's parameters, gradients and optimizer state, or shares of them."""
 
     parameters: float
     gradients: float
     optimizer: float
 
 
-def measured_state_bytes(models: Sequence[nn.Module], config: TrainConfig, on_host: bool) -> StateBytes:
+def measured_state_bytes(models: Sequence[nn.Module], config: TrainConfig, on_host: bool) -> State:
     """Returns this rank's state on the GPU, once allocated. `on_host`: some or all of it is in host memory.
 
     DeepSpeed's state is unknown here and counts as working memory.
     """
     if config.deepspeed:
-        return StateBytes(0, 0, 0)
+        return State(0, 0, 0)
     every = [p for model in models for p in model.parameters()]
     here = [p for p in every if not (on_host and p.device.type == "cpu")]
     parameters = sum(local_part(p).nbytes for p in here)
     gradients = sum(local_part(p).nbytes for p in here if p.requires_grad)
-    return StateBytes(parameters, gradients, int(moments_of(config) * gradients))
+    return State(parameters, gradients, int(moments_of(config) * gradients))
 
 
 def moments_of(config: TrainConfig) -> float:
     """Returns the size of the optimizer's state, in float32 values per weight."""
     return OPTIMIZERS[config.optim].moments
-
-
-def stored_activations(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> int:
-    """Returns the bytes that all layers save for the backward pass of `tokens` local tokens, on GPU or host."""
-    layers, group = inspect_architecture(model).layers, config.group_size
-    table = layer_table(model, getattr(torch, config.compute_dtype))
-
-    def saved_by(layer: Layer, policy: str | None = None) -> float:
-        return table.costs(layer.place, treatment_of(layer, config, tokens, policy)).saved
-
-    saved = [saved_by(layer) for layer in layers]
-    if group == 1:
-        return int(tokens * sum(saved))
-    inputs = sum(saved_by(layer, "full") for layer in layers[::group])
-    largest = max(sum(saved[first : first + group]) for first in range(0, len(layers), group))
-    return int(tokens * (inputs + largest))
 
 
 def loss_bytes(model: PreTrainedConfig, config: TrainConfig, tokens: int) -> tuple[int, int]:

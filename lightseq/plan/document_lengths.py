@@ -33,10 +33,6 @@ class DocumentLengths:
     area_per_token: float  # `Architecture.attention_area` of all documents over the tokens of all rows
     longest_tokens: int  # the model has to cover positions of the longest document
 
-    def attention_share(self, length: int) -> float:
-        """Returns the documents' attention as a share of full rows of `length` tokens."""
-        return self.area_per_token / length
-
 
 def document_lengths_of(
     examples: Examples, length: int, architecture: Architecture, shares_prefixes: bool = False
@@ -126,17 +122,15 @@ def read_document_lengths(config: TrainConfig, model: PreTrainedConfig) -> Docum
     if config.packing == "none" or not config.data_path or not Path(config.data_path).exists():
         return None
     length, vocab_size = config.model_max_length, text_config(model).vocab_size
-    if config.share_prefixes and (Path(config.data_path) / META).exists():
-        windows = open_windows_to_pack(
-            config.data_path, length, vocab_size, read_options=ReadOptions(limit=config.max_train_samples)
-        )
-        packed = pack(config.data_path, windows, shares_prefixes=True)
-        return document_lengths_of(packed, length, inspect_architecture(model), shares_prefixes=True)
     options = ReadOptions(
         limit=config.max_train_samples,
         ignored_columns=split_columns(config.ignore_columns),
         renamed_columns=renamed_columns(config.columns),
     )
+    if config.share_prefixes and (Path(config.data_path) / META).exists():
+        windows = open_windows_to_pack(config.data_path, length, vocab_size, read_options=options)
+        packed = pack(config.data_path, windows, shares_prefixes=True)
+        return document_lengths_of(packed, length, inspect_architecture(model), shares_prefixes=True)
     sizes = read_window_sizes(Path(config.data_path), length, vocab_size, options)
     if sizes is None or not len(sizes):
         return None

@@ -66,12 +66,6 @@ class Treatment:
     tiles_mlp: bool  # its MLP runs over tiles of tokens
 
 
-def treatment_of(layer: Layer, config: TrainConfig, tokens: int, policy: str | None = None) -> Treatment:
-    """Returns the treatment of a layer by a rank with `tokens` tokens, under a remat policy (default: the config's)."""
-    policy = policy or config.remat_policy
-    return Treatment(policy, config.compiles, tiles_mlp=policy != "none" and tiles_mlp(layer, config, tokens))
-
-
 def tiles_mlp(layer: Layer, config: TrainConfig, tokens: int) -> bool:
     """Returns whether the tiled MLP operator replaces the forward of a layer's MLP (`tile_mlps`)."""
     other = config.remat_policy == "none" or config.tiles_layers or config.fp8 is not None

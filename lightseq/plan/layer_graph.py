@@ -8,7 +8,6 @@ that read them. An eager layer runs every node.
 import operator
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.traceback import preserve_node_meta
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightseq.plan.layer_kernels import LAYER_INPUT, Kernel, Pass, Value
 
@@ -33,18 +32,14 @@ class LayerGraph:
 
         The first tensor that the layer returns is its output.
         """
-        arguments, shape = tree_flatten((tuple(args), keywords))
         # Layers that share keys get them in a mapping, which torch treats as one object (Gemma 4).
-        kinds = [type(x) if isinstance(x, UserDict) else None for x in arguments]
-        leaves, inner_shape = tree_flatten([dict(x) if isinstance(x, UserDict) else x for x in arguments])
+        given = tree_map(lambda x: dict(x) if isinstance(x, UserDict) else x, (tuple(args), keywords))
+        leaves, shape = tree_flatten(given)
 
         def run(tensors: Sequence[Tensor], *state: Tensor) -> Tensor:
-            given = iter(tensors)
-            filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            inner = tree_unflatten(filled, inner_shape)
-            args, keywords = tree_unflatten(
-                [x if kind is None else kind(x) for kind, x in zip(kinds, inner, strict=True)], shape
-            )
+            replacing = iter(tensors)
+            filled = [next(replacing) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            args, keywords = tree_unflatten(filled, shape)
             output = functional_call(layer, dict(zip(names, state, strict=True)), args, keywords)
             return tree_leaves(output)[0]  # type: ignore[no-any-return]
 
@@ -68,21 +63,19 @@ class LayerGraph:
         end = 1 + max(i for i, node in enumerate(nodes) if node in needed)
         self._forward, self._backward = nodes[:end], nodes[end:]
 
-    @cached_property
-    def _partitioned_backward(self) -> Pass:
-        """Returns the backward pass as the compiler's own partitioner cuts it."""
-        _, backward = min_cut_rematerialization_partition(self._joint, None, num_fwd_outputs=self._output_count)
-        *nodes, output = backward.graph.nodes
-        return _pass_of(nodes, output.all_input_nodes, fuses=True)
-
     def forward(self, compiled: bool) -> Pass:
         """Returns the forward pass, which is the same in a checkpoint."""
         return _pass_of(self._forward, self._outputs, fuses=compiled)
 
     def backward(self, compiled: bool) -> Pass:
-        """Returns the backward pass outside a checkpoint, which begins with what the forward pass saved."""
+        """Returns the backward pass outside a checkpoint, which begins with what the forward pass saved.
+
+        The compiler's own partitioner cuts a compiled one.
+        """
         if compiled:
-            return self._partitioned_backward.scheduled()
+            _, backward = min_cut_rematerialization_partition(self._joint, None, num_fwd_outputs=self._output_count)
+            *nodes, output = backward.graph.nodes
+            return _pass_of(nodes, output.all_input_nodes, fuses=True).scheduled()
         whole = _pass_of([*self._forward, *self._backward], self._gradients, fuses=False)
         kernels = whole.kernels[len(self.forward(compiled=False).kernels) :]
         written = {value for kernel in kernels for value in kernel.writes}

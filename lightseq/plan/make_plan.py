@@ -18,7 +18,6 @@ from lightseq.distributed.host_memory import free_host_memory
 from lightseq.distributed.world import World
 from lightseq.memory.placement import ACTIONS, KEEP, RECOMPUTED, Placement
 from lightseq.parts.tiled import TILEABLE_LAYER_CLASSES
-from lightseq.plan.document_lengths import DocumentLengths
 from lightseq.plan.hardware import Hardware, hardware_here
 from lightseq.plan.plan import (
     PLANNED_FLAGS,
@@ -29,7 +28,7 @@ from lightseq.plan.plan import (
     without_device_budget,
 )
 from lightseq.plan.rates import PROCESS_BYTES
-from lightseq.plan.run import PlannedRun, planned_run
+from lightseq.plan.run import PlannedRun
 from lightseq.plan.step_time import WAITING
 from lightseq.plan.weights import holds_packed
 from lightseq.utils.formatting import check_names
@@ -48,7 +47,7 @@ def make_plan(run: PlannedRun) -> Plan:
     recomputation. Gathered weights are kept from the forward to the backward pass if they fit as well and that saves
     time.
     """
-    run, found = without_device_budget(run), []
+    found: list[Plan] = []
     for options in (fast_options(run), frugal_options(run)):
         found += [plan for option in options for plan in _placements(option)]
         if any(plan.fits and not plan.run.state_on_host for plan in found):
@@ -60,7 +59,7 @@ def make_plan(run: PlannedRun) -> Plan:
         alike = [plan for plan in fast if _preference(plan) == preferred]
         busy = min(map(_busy_seconds, alike)) * (1 + SAME_WORK)
         return min((plan for plan in alike if _busy_seconds(plan) <= busy), key=_recomputation)
-    within_host = [plan for plan in found if not plan.missing_host_bytes]
+    within_host = [plan for plan in found if "host" not in plan.missing]
     return min(within_host or found[:1], key=lambda plan: plan.parts.total)
 
 
@@ -90,15 +89,16 @@ def _busy_seconds(plan: Plan) -> float:
 
 def can_fit(run: PlannedRun) -> bool:
     """Returns whether any choice of the flags left to the planner fits into memory."""
-    run = without_device_budget(run)
     options = (*frugal_options(run), *fast_options(run))  # in order of memory, least first
     return any(plan.fits for option in options for plan in _placements(option))
 
 
 def fast_options(run: PlannedRun) -> list[PlannedRun]:
     """Returns the run with every choice of the flags left to the planner that runs no layer twice."""
-    offload = ["none", "auto", "activations"]
-    return _options(run, remat=_policies(run), offload=offload, groups=[1], tiles=[False])
+    stores_mlp = all(layer.can_store_mlp for layer in run.layers)
+    stores_linears = stores_mlp and all(layer.plain_projections for layer in run.layers)
+    remat = ["none", *[STORE_LINEARS] * stores_linears, *[STORE_MLP] * stores_mlp, "attention", "full"]
+    return _options(run, remat, offload=["none", "auto", "activations"], groups=[1], tiles=[False])
 
 
 def frugal_options(run: PlannedRun) -> list[PlannedRun]:
@@ -116,7 +116,8 @@ def _options(
     run: PlannedRun, remat: Sequence[str], offload: Sequence[str], groups: Sequence[int], tiles: Sequence[bool]
 ) -> list[PlannedRun]:
     """Returns the run with each combination of these values for the flags that are not given."""
-    config, found = run.config, []
+    run = without_device_budget(run)
+    config, found = run.config, list[PlannedRun]()
     remat = remat if config.remat is None and config.gradient_checkpointing is None else [config.remat_policy]
     groups = groups if config.layers_per_checkpoint is None else [config.layers_per_checkpoint]
     tiles = tiles if config.tile_layers is None else [config.tile_layers]
@@ -168,51 +169,33 @@ def _offloads(config: TrainConfig, policy: str, group: int, values: Sequence[str
     return [value for value in values if value != "auto" or one_by_one]
 
 
-def _policies(run: PlannedRun) -> list[str]:
-    """Returns the values of --remat that the model supports."""
-    stores_mlp = all(layer.can_store_mlp for layer in run.layers)
-    stores_linears = stores_mlp and all(layer.plain_projections for layer in run.layers)
-    return ["none", *[STORE_LINEARS] * stores_linears, *[STORE_MLP] * stores_mlp, "attention", "full"]
-
-
 def _placements(run: PlannedRun) -> Iterator[Plan]:
     """Yields the plan as given and, if `--offload auto` could gain, plans with the state of some layers on the host.
 
-    The number of layers with state on the GPU grows in steps. If one step lacks host memory and the next GPU memory, a
-    bisection looks for a plan between them that lacks neither.
+    The number of layers with state on the GPU grows in steps. Where one step lacks other memory than the one before it,
+    all numbers between them are planned as well.
     """
     plan = plan_as_given(run)
-    if run.config.offload == "auto" and run.config.remat_policy != "attention":
-        if set(plan.placement.layers).isdisjoint(RECOMPUTED):  # the time of recomputing more is not known
+    placed, auto = set(plan.placement.layers), run.config.offload == "auto"
+    if auto and run.config.remat_policy != "attention":
+        if placed.isdisjoint(RECOMPUTED):  # the time of recomputing more is not known
             yield plan
         return
     yield plan
-    experts_stay = run.config.expert_ranks > 1
-    if (
-        run.config.offload != "auto"
-        or run.state_offloaded
-        or experts_stay
-        or (plan.fits and set(plan.placement.layers) == {KEEP})
-    ):
+    experts_stay, keeps_all = run.config.expert_ranks > 1, plan.fits and placed == {KEEP}
+    if not auto or run.state_offloaded or experts_stay or keeps_all:
         return
 
     def with_state_on_gpu(groups: int) -> Plan:
         layers = min(groups * run.group_size, len(run.layers))
         return plan_as_given(run.changed(state_offloaded=True, layers_with_state_on_gpu=layers))
 
-    def lacks(plan: Plan) -> tuple[bool, bool]:
-        return plan.missing_gpu_bytes > 0, plan.missing_host_bytes > 0
-
-    step = max(1, run.groups // STATE_STEPS)
-    previous: Plan | None = None
+    step, previous = max(1, run.groups // STATE_STEPS), plan
     for groups in range(0, run.groups + 1, step):
-        yield (plan := with_state_on_gpu(groups))
-        low, high = groups - step, groups
-        while previous is not None and lacks(previous) != lacks(plan) and high - low > 1:
-            middle = (low + high) // 2
-            yield (between := with_state_on_gpu(middle))
-            low, high = (middle, high) if lacks(between) == lacks(previous) else (low, middle)
-        previous = plan
+        plan = with_state_on_gpu(groups)
+        if groups and previous.missing.keys() != plan.missing.keys():
+            yield from map(with_state_on_gpu, range(groups - step + 1, groups))
+        yield (previous := plan)
 
 
 # ---- the current run ------------------------------------------------------------------------------------------------
@@ -227,39 +210,29 @@ def plan_from_earlier(run: PlannedRun, earlier: Mapping[str, Any]) -> Plan | Non
     try:
         flags = {name: earlier[name] for name in PLANNED_FLAGS}
         chosen = replace(run.config, **flags, host_memory_budget=_activation_budget(run.config, flags["offload"]))
-        layers, state = tuple(earlier["placement"]), bool(earlier["state_offloaded"])
-        resident, reshards = int(earlier["layers_with_state_on_gpu"]), bool(earlier.get("reshard_after_forward", True))
-        known = set(layers) <= set(ACTIONS)
+        placement = Placement(tuple(earlier["placement"]))
+        known = set(placement.layers) <= set(ACTIONS) and len(placement.layers) == len(run.layers)
+        moved = {
+            "state_offloaded": bool(earlier["state_offloaded"]),
+            "layers_with_state_on_gpu": int(earlier["layers_with_state_on_gpu"]),
+            "reshard_after_forward": bool(earlier.get("reshard_after_forward", True)),
+        }
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     options = [option.config for option in (*fast_options(run), *frugal_options(run))]
-    if chosen not in options or len(layers) != len(run.layers) or not known:
+    if chosen not in options or not known:
         return None
-    again = run.changed(
-        config=chosen,
-        state_offloaded=state,
-        layers_with_state_on_gpu=resident,
-        reshard_after_forward=reshards,
-    )
-    plan = plan_as_given(again, Placement(layers))
+    plan = plan_as_given(run.changed(config=chosen, **moved), placement)
     return plan if plan.fits else None
 
 
 def plan_on_all_ranks(
-    config: TrainConfig,
-    model: PreTrainedConfig,
-    world: World,
-    earlier: Mapping[str, Any] | None = None,
-    gpu_bytes_limit: float = math.inf,
-    documents: DocumentLengths | None = None,
-    teacher: PreTrainedConfig | None = None,
+    run: PlannedRun, world: World, earlier: Mapping[str, Any] | None = None, gpu_bytes_limit: float = math.inf
 ) -> Plan:
     """Returns the same plan on all ranks, for the one with the least memory.
 
     It fills at most `gpu_bytes_limit` of a GPU. `earlier` holds the choices of the run that this one resumes, if any.
-    `documents` are the lengths of documents in packed rows, and `teacher` is the config of --teacher.
     """
-    run = planned_run(config, model, world, documents, teacher)
     least = torch.tensor([run.hardware.gpu_memory, free_host_memory(world, share=1.0)], dtype=torch.float64)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     gpu, free = least.tolist()

@@ -11,7 +11,7 @@ from lightseq.memory.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Pl
 from lightseq.parts.facts import Attention, Layer, distinct
 from lightseq.parts.mlp import TILE_TOKENS
 from lightseq.plan.attention_memory import SCORE_BLOCK_BYTES, AttentionMemory, attention_memory, takes_cublas
-from lightseq.plan.breakdown import Breakdown, StateBytes, loss_bytes, moments_of
+from lightseq.plan.breakdown import Breakdown, State, loss_bytes, moments_of
 from lightseq.plan.layer_costs import ATTENTION, MLP, SCAN
 from lightseq.plan.rates import LAST_NORM, PROCESS_BYTES
 from lightseq.plan.run import PlannedRun
@@ -72,14 +72,10 @@ def tiled_elements(layer: Layer, head_slices: int, runs_again: bool) -> Mapping[
     }
 
 
-def in_flight(run: PlannedRun) -> int:
-    """Returns the number of offloaded layers with tensors on the GPU at a time."""
-    return layers_in_flight(run.config.tiles_layers)
-
-
 def lifetimes_of(run: PlannedRun, placement: Placement) -> list[int]:
     """Returns the lifetime on the GPU of each group's tensors, in groups; 0 for a group that stays there."""
-    return device_lifetimes([action in OFFLOADED for action in placement.layers[:: run.group_size]], in_flight(run))
+    offloaded = [action in OFFLOADED for action in placement.layers[:: run.group_size]]
+    return device_lifetimes(offloaded, layers_in_flight(run.config.tiles_layers))
 
 
 # ---- saved activations ----------------------------------------------------------------------------------------------
@@ -92,20 +88,20 @@ def saved_by_layer(run: PlannedRun, layer: Layer, action: str) -> float:
 
 def saved_by_groups(run: PlannedRun, placement: Placement) -> list[float]:
     """Returns the bytes saved for each group of layers: its input, or for a group of one all that the layer saves."""
-    known: dict[tuple[int, str], float] = {}
-    sizes = []
-    for layer, action in zip(run.layers[:: run.group_size], placement.layers[:: run.group_size], strict=True):
-        key = layer.place, RECOMPUTE if run.group_size > 1 else action
-        if key not in known:
-            known[key] = saved_by_layer(run, layer, key[1])
-        sizes.append(known[key])
-    return sizes
+    firsts = zip(run.layers[:: run.group_size], placement.layers[:: run.group_size], strict=True)
+    return [saved_by_layer(run, layer, RECOMPUTE if run.group_size > 1 else action) for layer, action in firsts]
 
 
-def offloaded_by_rerun(run: PlannedRun, action: str) -> float:
-    """Returns the bytes that the largest group offloads in its rerun, for all its layers but one."""
+def largest_rerun(run: PlannedRun, action: str, first: int = 0) -> float:
+    """Returns the bytes that the largest group's layers save in its rerun, from its layer `first` on."""
     groups = map(run.layers_of, range(run.groups))
-    return max(sum(saved_by_layer(run, layer, action) for layer in group[1:]) for group in groups)
+    return max(sum(saved_by_layer(run, layer, action) for layer in group[first:]) for group in groups)
+
+
+def stored_activations(run: PlannedRun) -> int:
+    """Returns the bytes that all layers save for the backward pass, on GPU or host."""
+    saved = sum(saved_by_groups(run, Placement((KEEP,) * len(run.layers))))
+    return int(saved + (largest_rerun(run, KEEP) if run.group_size > 1 else 0.0))
 
 
 # ---- points of a step -----------------------------------------------------------------------------------------------
@@ -118,8 +114,8 @@ class _Step:
         self.run, self.offloads = run, placement.offloads
         self.actions = placement.layers[:: run.group_size]
         self.lifetimes, self.sizes = lifetimes_of(run, placement), saved_by_groups(run, placement)
-        sizes = zip(_state_bytes(run), _state_on_host(run), strict=True)
-        self.parameters, self.gradients, self.optimizer = (int(size - on_host) for size, on_host in sizes)
+        sizes = zip(_state_bytes(run), run.shares_on_host, strict=True)
+        self.parameters, self.gradients, self.optimizer = (int(size - share * size) for size, share in sizes)
         self.parameters += 0 if run.state_on_host else int(run.teacher_bytes)
         buffers = max(attention_of(run, layer).buffers for layer in run.architecture.kinds) * run.tokens
         rope = 2 * max(mixer.heads.dim for mixer in run.architecture.attentions) * run.itemsize
@@ -132,8 +128,10 @@ class _Step:
         run, last = self.run, self.run.groups - 1
         logits, gradients = loss_bytes(run.model, run.config, run.tokens)
         last_norm = LAST_NORM[run.config.compiles] * run.tokens * run.text.hidden_size
-        working = (run.architecture.head + last_norm) * run.itemsize + _of_teacher_in_loss(run)
-        working += run.kept_bytes(last if run.reshard_after_forward else 0, last)
+        working = (run.architecture.head + last_norm) * run.itemsize
+        if (teacher := run.teacher_run) is not None:  # its hidden states and its whole head
+            working += (teacher.tokens * teacher.text.hidden_size + teacher.architecture.head) * run.itemsize
+        working += run.gathered_bytes(last if run.reshard_after_forward else 0, last, runs=False)
         return self._snapshot("loss", saved=self._on_gpu(last), loss=logits + gradients, working=working)
 
     def teacher(self, run: PlannedRun) -> Snapshot:
@@ -206,15 +204,8 @@ class _Step:
         sizes = sorted((saved_by_layer(run, layer, KEEP) for layer in run.layers_of(group)), reverse=True)
         if self.offloads:
             stays = group == 0 and run.adapter_parameters  # the output of frozen embeddings is not freed
-            return sum(sizes[: in_flight(run)]) - (0.0 if stays else self.sizes[group])
+            return sum(sizes[: layers_in_flight(run.config.tiles_layers)]) - (0.0 if stays else self.sizes[group])
         return sum(sizes) - self.sizes[group]  # the input is counted already
-
-
-def _of_teacher_in_loss(run: PlannedRun) -> float:
-    """Returns the bytes that the loss needs of the teacher: its hidden states and its whole head."""
-    if (teacher := run.teacher_run) is None:
-        return 0.0
-    return float((teacher.tokens * teacher.text.hidden_size + teacher.architecture.head) * run.itemsize)
 
 
 def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
@@ -225,18 +216,18 @@ def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
     trains = run.adapter_parameters == 0  # gradients of adapters are too small to count
     unit = run.gathered_bytes(group)
     following = max(0, group - 1)
-    others = run.kept_bytes(following, following) * run.prefetches_weights
+    others = run.gathered_bytes(following, runs=False) * run.prefetches_weights
     if not run.reshard_after_forward:
-        others = run.kept_bytes(0, group) - run.kept_bytes(group, group)
+        others = run.gathered_bytes(0, group - 1, runs=False)
     taken = float(unit + others)
-    if run.tied:  # the embeddings stay gathered, and have had a gradient since the loss
+    if run.architecture.ties_embeddings:  # the embeddings stay gathered, and have had a gradient since the loss
         taken += (1 + trains) * run.architecture.head * run.itemsize
     if trains:
         summed = layer.parameters if run.config.tiles_layers else 0  # tiles accumulate gradients in float32
         taken += unit + summed * (FLOAT32_BYTES - run.itemsize)
         if group < run.groups - 1:  # the next group's gradients, being reduced
             taken += run.gathered_bytes(group + 1) / run.itemsize * FLOAT32_BYTES
-        elif not run.tied:
+        elif not run.architecture.ties_embeddings:
             taken += run.architecture.head * FLOAT32_BYTES
     return taken
 
@@ -255,10 +246,10 @@ def _unpacked_bytes(run: PlannedRun, layer: Layer, action: str, point: str) -> f
 
 def _finished_gradients(run: PlannedRun, group: int) -> float:
     """Returns the bytes of finished gradients on the GPU, which belong to the layers after a group."""
-    before, below = run.parameters_before, min(len(run.layers), (group + 1) * run.group_size)
-    if run.state_on_host:
-        return FLOAT32_BYTES * max(0, before[run.layers_with_state_on_gpu] - before[below]) / run.shards
-    done = before[-1] - before[below] + (0 if run.tied else run.architecture.head)
+    resident = run.layers_with_state_on_gpu if run.state_on_host else len(run.layers)
+    done = sum(layer.parameters for layer in run.layers[(group + 1) * run.group_size : resident])
+    if not run.state_on_host and not run.architecture.ties_embeddings:
+        done += run.architecture.head
     return FLOAT32_BYTES * min(done / run.shards, run.local_trained)
 
 
@@ -295,7 +286,7 @@ def _memory_of_mixer(run: PlannedRun, mixer: Attention) -> AttentionMemory:
         window_share=reach.tokens / length if reach is not None and reach.tokens < length else None,
     )
     if takes_cublas(run.config.kernel_name, run.hardware.chip.capability, heads.dim):
-        memory = replace(memory, backward=memory.backward + SCORE_BLOCK_BYTES / run.tokens)
+        memory = memory._replace(backward=memory.backward + SCORE_BLOCK_BYTES / run.tokens)
     return memory
 
 
@@ -307,38 +298,30 @@ def host_bytes(run: PlannedRun, placement: Placement) -> float:
     saved = zip(saved_by_groups(run, placement), placement.layers[:: run.group_size], strict=True)
     activations = sum(size for size, action in saved if action in OFFLOADED)
     if run.group_size > 1 and placement.offloads:  # the group that runs again
-        activations += offloaded_by_rerun(run, KEEP)
+        activations += largest_rerun(run, KEEP, first=1)
     return PROCESS_BYTES + activations + state_bytes_on_host(run)
 
 
 def state_bytes_on_host(run: PlannedRun) -> float:
     """Returns the bytes of a rank's weights, gradients and optimizer state in host memory."""
-    # With adapters the padding is negligible.
-    padding = 0.0 if run.adapter_parameters else _gradient_padding(run.architecture.sizes, run.shards)
-    state = sum(_state_on_host(run)) + run.host_share * padding
-    return state + (run.teacher_bytes if run.state_on_host else 0.0)
+    if not run.state_on_host:
+        return 0.0
+    state = sum(share * size for size, share in zip(_state_bytes(run), run.shares_on_host, strict=True))
+    if not run.adapter_parameters:  # with adapters the padding is negligible
+        state += run.shares_on_host.gradients * _gradient_padding(run.architecture.sizes, run.shards)
+    return state + run.teacher_bytes
 
 
-def _state_bytes(run: PlannedRun) -> StateBytes:
+def _state_bytes(run: PlannedRun) -> State:
     """Returns the bytes of one rank's state, on GPU and host together."""
+    copies = sum(frozen.source is None for frozen in run.objective.frozen_models)
+    weights = float(run.weights.total.stored + run.itemsize * run.local_parameters * copies)
     gradients = float(FLOAT32_BYTES * run.local_trained)
-    return StateBytes(run.weight_bytes, gradients, moments_of(run.config) * gradients)
-
-
-def _state_on_host(run: PlannedRun) -> StateBytes:
-    """Returns the part of one rank's state that is in host memory."""
-    weights, gradients, moments = _state_bytes(run)
-    share = run.host_share
-    return StateBytes(run.host_weight_share * weights, share * gradients, share * moments)
+    return State(weights, gradients, moments_of(run.config) * gradients)
 
 
 @lru_cache(maxsize=64)  # every plan of a search asks for the same
 def _gradient_padding(sizes: tuple[int, ...], shards: int) -> float:
-    """Returns the bytes that torch's pinned allocator adds by rounding up each gradient."""
+    """Returns the bytes that torch's pinned allocator adds by rounding up each gradient to a power of two."""
     parts = [FLOAT32_BYTES * ceil(size / shards) for size in sizes]
-    return float(sum(pinned_by_torch(size) - size for size in parts))
-
-
-def pinned_by_torch(size: int) -> int:
-    """Returns the bytes that torch's pinned allocator takes for `size` bytes: the next power of two."""
-    return 1 << (size - 1).bit_length()
+    return float(sum((1 << (size - 1).bit_length()) - size for size in parts))

@@ -14,6 +14,7 @@ from lightseq.config.deepspeed import DeepSpeedSettings
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import free_host_memory, host_bytes_for_layers
 from lightseq.distributed.world import World
+from lightseq.memory.offload import layers_in_flight
 from lightseq.memory.placement import (
     KEEP,
     OFFLOAD,
@@ -28,8 +29,7 @@ from lightseq.parts.facts import Layer
 from lightseq.plan.breakdown import GIB, Breakdown, moments_of
 from lightseq.plan.memory import (
     host_bytes,
-    in_flight,
-    offloaded_by_rerun,
+    largest_rerun,
     peak,
     saved_by_groups,
     saved_by_layer,
@@ -38,12 +38,11 @@ from lightseq.plan.memory import (
 from lightseq.plan.rates import FORWARD_AND_BACKWARD, MARGIN, PROCESS_BYTES
 from lightseq.plan.run import PlannedRun
 from lightseq.plan.step_time import attention_seconds, layer_seconds, step_seconds
-from lightseq.plan.weight_time import host_link
+from lightseq.plan.transfers import host_link
 from lightseq.schedule.timing import FLOAT32_BYTES
 
 PLANNED_FLAGS: Final = (
-    *("torch_compile", "remat", "layers_per_checkpoint", "tile_layers", "offload"),
-    "expert_parallel_size",
+    *("torch_compile", "remat", "layers_per_checkpoint", "tile_layers", "offload", "expert_parallel_size"),
 )
 PROHIBITIVE_SECONDS = 1e6  # per layer; more than any step takes
 
@@ -81,23 +80,21 @@ class Plan:
         assert share is not None
         return share
 
-    @property
-    def missing_gpu_bytes(self) -> float:
-        return max(0.0, self.parts.total - usable_gpu_bytes(self.run))
-
-    @property
-    def missing_host_bytes(self) -> float:
-        return max(0.0, self.host_bytes - self.run.hardware.host_memory)
+    @cached_property
+    def missing(self) -> dict[str, float]:
+        """Returns the bytes that the plan lacks on a `GPU` or a `host`."""
+        usable = {"GPU": usable_gpu_bytes(self.run), "host": self.run.hardware.host_memory}
+        taken = {"GPU": self.parts.total, "host": self.host_bytes}
+        return {name: taken[name] - usable[name] for name in usable if taken[name] > usable[name]}
 
     @property
     def fits(self) -> bool:
-        return not (self.missing_gpu_bytes or self.missing_host_bytes)
+        return not self.missing
 
     @property
     def shortages(self) -> tuple[str, ...]:
         """Returns texts such as `GPU memory, by 1.5 GiB per GPU`."""
-        missing = {"GPU": self.missing_gpu_bytes, "host": self.missing_host_bytes}
-        return tuple(f"{name} memory, by {size / GIB:.1f} GiB per {name}" for name, size in missing.items() if size)
+        return tuple(f"{name} memory, by {size / GIB:.1f} GiB per {name}" for name, size in self.missing.items())
 
     def to_json(self) -> dict[str, Any]:
         """Returns the choices and sizes for run.json, from which a resumed run takes the choices again."""
@@ -190,8 +187,8 @@ def _fastest(run: PlannedRun) -> Placement:
     everything = [cost[KEEP].device_bytes for cost in costs]
     room = usable - peak(run, kept).parts.total + sum(everything)
     compute = layer_seconds(run, kept)
-    hidden_by = [share * compute for share in FORWARD_AND_BACKWARD]
-    while (spread := place(costs, room, _host_budget(run), in_flight(run), hidden_by)) is not None:
+    hidden_by, flying = [share * compute for share in FORWARD_AND_BACKWARD], layers_in_flight(run.config.tiles_layers)
+    while (spread := place(costs, room, _host_budget(run), flying, hidden_by)) is not None:
         over = peak(run, spread).parts.total - usable
         if over <= 0:
             found.append(spread)
@@ -210,7 +207,7 @@ def _offload_first_layers(run: PlannedRun, resident: str, offloaded: str) -> Pla
     room, groups = _host_budget(run), 0
     sizes = saved_by_groups(run, Placement((offloaded,) * len(run.layers)))
     if run.group_size > 1:  # offloaded while a group runs again
-        room -= offloaded_by_rerun(run, offloaded)
+        room -= largest_rerun(run, offloaded, first=1)
     while groups < run.groups - 1 and (room := room - sizes[groups]) >= 0:
         groups += 1
     return Placement(tuple(offloaded if i // run.group_size < groups else resident for i in range(len(run.layers))))
@@ -221,8 +218,7 @@ def layer_costs(run: PlannedRun) -> list[dict[str, LayerCost]]:
     # Under other policies more than attention is recomputed, and its time is not known. `place` then recomputes only if
     # nothing else fits, and the search for a plan (make_plan.py) drops such a placement.
     again = attention_seconds(run)[0] if run.config.remat_policy == "attention" else PROHIBITIVE_SECONDS
-    known = {id(layer): _costs_of(run, layer, again) for layer in run.architecture.kinds}
-    return [known[id(layer)] for layer in run.layers]
+    return [_costs_of(run, layer, again) for layer in run.layers]
 
 
 def _costs_of(run: PlannedRun, layer: Layer, again: float) -> dict[str, LayerCost]:

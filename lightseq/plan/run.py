@@ -1,9 +1,7 @@
 """Model and flags of a planned run on its hardware, and the sizes that follow from them."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from math import ceil
 from typing import Any
 
@@ -24,9 +22,10 @@ from lightseq.objectives.registry import objective_of
 from lightseq.objectives.teacher import flags_for_teacher
 from lightseq.parts.adapters import Lora, lora_from_config
 from lightseq.parts.facts import Layer, attention_shape
+from lightseq.plan.breakdown import State
 from lightseq.plan.document_lengths import DocumentLengths
 from lightseq.plan.hardware import Hardware, hardware_here
-from lightseq.plan.layer_costs import LayerCosts, LayerTable, layer_table, treatment_of
+from lightseq.plan.layer_costs import LayerCosts, LayerTable, Treatment, layer_table, tiles_mlp
 from lightseq.plan.weights import HeldWeights, Weights, held_weights
 from lightseq.schedule.algorithms import schedule_without_steps, with_few_fragments
 from lightseq.schedule.auto import ScheduleChoice
@@ -63,19 +62,9 @@ class PlannedRun:
         return self.changed(config=replace(self.config, model_max_length=length))
 
     def changed(self, **changes: Any) -> "PlannedRun":
-        """Returns the run with other fields, without inspecting model, dtype and adapters again."""
+        """Returns the run with other fields and the same adapters, whose targets take long to find."""
         other = replace(self, **changes)
-        names = ["architecture", "parameters_before", "adapter_parameters", "lora"]
-        if other.config.expert_ranks == self.config.expert_ranks:
-            names += ["layer_table"]
-        if other.shards == self.shards:
-            names += ["weights"]
-        for name in names:
-            if name in vars(self):
-                vars(other)[name] = vars(self)[name]
-        if (teacher := self.teacher_run) is not None:
-            flags = {"config": other.teacher_flags, "state_offloaded": other.state_on_host}
-            vars(other)["teacher_run"] = teacher.changed(**flags, hardware=other.hardware, documents=other.documents)
+        vars(other)["lora"] = self.lora
         return other
 
     # ---- ranks and the sequence -------------------------------------------------------------------------------------
@@ -99,11 +88,8 @@ class PlannedRun:
     def transport(self) -> str:
         """Returns `symmetric` if ranks that share a sequence share a host and the flags allow it, else `nccl`."""
         inside_host = self.sequence_ranks > 1 and self.hardware.ranks_per_host % self.sequence_ranks == 0
-        return (
-            "symmetric"
-            if inside_host and base_transport_name(self.config.transport) in ("auto", "symmetric")
-            else "nccl"
-        )
+        allowed = base_transport_name(self.config.transport) in ("auto", "symmetric")
+        return "symmetric" if inside_host and allowed else "nccl"
 
     @cached_property
     def tokens(self) -> int:
@@ -125,23 +111,20 @@ class PlannedRun:
         """
         length = self.config.model_max_length
         whole = self.architecture.attention_share(length)
-        return whole if self.documents is None else min(whole, self.documents.attention_share(length))
+        return whole if self.documents is None else min(whole, self.documents.area_per_token / length)
 
-    @cached_property
+    @property
     def shape(self) -> AttentionShape:
-        """Returns the attention that takes most FLOPs."""
-        batch, length = self.config.per_device_train_batch_size, self.config.model_max_length
-        return attention_shape(self.architecture.attentions, length, batch, self.itemsize)
+        """Returns the attention that takes most FLOPs, to one sequence."""
+        return attention_shape(self.architecture.attentions, self.config.model_max_length, element_bytes=self.itemsize)
 
     @cached_property
     def choice(self) -> ScheduleChoice:
         """Returns the schedule that training would choose, for one sequence and by the same rates."""
-        length = self.config.model_max_length
         options = AttentionConfig.from_flags(self.config, torch.device("cuda"), self.hardware.gpus_per_host)
         options = options.with_windows(self.architecture.windows, self.sequence_ranks)
         options = replace(options, carries_states=self.architecture.has_recurrences)
-        shape = attention_shape(self.architecture.attentions, length, element_bytes=self.itemsize)
-        return choose(schedule_request(options, self.sequence_ranks, shape, self.transport))
+        return choose(schedule_request(options, self.sequence_ranks, self.shape, self.transport))
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -156,7 +139,8 @@ class PlannedRun:
         """Returns the number of head slices that a layer passes to attention, one after the other."""
         if not self.config.slices_heads:
             return 1
-        return count_head_slices(self.schedule, self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
+        shape = self.shape
+        return count_head_slices(self.schedule, shape.heads, shape.kv_heads, shape.head_dim)
 
     @property
     def keeps_gathered(self) -> bool:
@@ -179,16 +163,13 @@ class PlannedRun:
 
     def costs(self, layer: Layer, policy: str | None = None) -> LayerCosts:
         """Returns a layer's costs under a remat policy (default: the config's)."""
-        return self.layer_table.costs(layer.place, treatment_of(layer, self.config, self.tokens, policy))
+        policy = policy or self.config.remat_policy
+        tiled = policy != "none" and tiles_mlp(layer, self.config, self.tokens)
+        return self.layer_table.costs(layer.place, Treatment(policy, self.config.compiles, tiled))
 
     @cached_property
     def layer_table(self) -> LayerTable:
         return layer_table(self.model, getattr(torch, self.config.compute_dtype), self.config.expert_ranks)
-
-    @cached_property
-    def parameters_before(self) -> tuple[int, ...]:
-        """Returns the number of weights in the layers before each layer, and in all layers."""
-        return (0, *accumulate(layer.parameters for layer in self.layers))
 
     @cached_property
     def weights(self) -> HeldWeights:
@@ -200,51 +181,28 @@ class PlannedRun:
         whole = self.config.expert_ranks == 1
         return self.weights.layers[place] + (self.weights.experts[place] if whole else Weights())
 
-    @cached_property
-    def _gathered_before(self) -> tuple[int, ...]:
-        """Returns the gathered bytes of the layers before each layer, and of all layers, without other ranks' experts.
-
-        A layer's are there while it runs.
-        """
-        ranks, experts = self.config.expert_ranks, self.weights.experts
-        return (0, *accumulate(x + y.gathered // ranks for x, y in zip(self._layers_gathered, experts, strict=True)))
-
-    @property
-    def _layers_gathered(self) -> Iterator[int]:
-        """Yields the bytes that a rank gathers of each layer, without experts."""
-        resident = self.layers_with_state_on_gpu if self.state_on_host else len(self.layers)
-        return (x.gathered if place < resident else x.fetched for place, x in enumerate(self.weights.layers))
-
     @property
     def gathers_experts_again(self) -> bool:
         """Returns whether a rank's experts are cast or gathered for the backward pass again, and not kept for it."""
         return self.config.expert_ranks > 1 and (self.reshard_after_forward or self.config.remat_policy != "none")
 
-    @cached_property
-    def _kept_before(self) -> tuple[int, ...]:
-        """Does the same as `_gathered_before`, without experts that are gathered again."""
-        if not self.gathers_experts_again:
-            return self._gathered_before
-        return (0, *accumulate(self._layers_gathered))
-
     def layers_of(self, group: int) -> tuple[Layer, ...]:
         """Returns the layers of a group that shares a checkpoint."""
         return self.layers[group * self.group_size : (group + 1) * self.group_size]
 
-    def gathered_bytes(self, group: int) -> int:
-        """Returns the bytes of gathered weights of a group of layers while it runs."""
-        end = min(len(self.layers), (group + 1) * self.group_size)
-        return self._gathered_before[end] - self._gathered_before[group * self.group_size]
+    def gathered_bytes(self, first: int, last: int | None = None, runs: bool = True) -> int:
+        """Returns the bytes of gathered weights of a group of layers, or of all groups from `first` to `last`.
 
-    def kept_bytes(self, first: int, last: int) -> int:
-        """Returns the bytes of weights in groups from `first` to `last` that are gathered while others run."""
-        end = min(len(self.layers), (last + 1) * self.group_size)
-        return self._kept_before[end] - self._kept_before[first * self.group_size]
-
-    @property
-    def tied(self) -> bool:
-        """Returns whether embeddings and head share their weights."""
-        return self.architecture.ties_embeddings
+        While the groups run, that includes their experts. A rank gathers only its own.
+        """
+        resident = self.layers_with_state_on_gpu if self.state_on_host else len(self.layers)
+        end = 1 + (first if last is None else last)
+        places = range(len(self.layers))[first * self.group_size : end * self.group_size]
+        held, experts = self.weights.layers, self.weights.experts
+        found = sum(held[place].gathered if place < resident else held[place].fetched for place in places)
+        if runs or not self.gathers_experts_again:
+            found += sum(experts[place].gathered // self.config.expert_ranks for place in places)
+        return found
 
     @cached_property
     def text(self) -> Any:
@@ -271,23 +229,13 @@ class PlannedRun:
         """Returns the number of one rank's parameters that get a gradient."""
         return ceil((self.adapter_parameters or self.architecture.total) / self.shards)
 
-    @property
-    def weight_bytes(self) -> float:
-        """Returns the bytes of one rank's weights, frozen copies in the compute dtype included."""
-        copies = sum(frozen.source is None for frozen in self.objective.frozen_models)
-        return float(self.weights.total.stored + self.itemsize * self.local_parameters * copies)
-
-    @property
-    def teacher_flags(self) -> TrainConfig:
-        """Returns the flags of the teacher's forward pass."""
-        return flags_for_teacher(self.config, inspect_architecture(self.teacher).has_recurrences)
-
     @cached_property
     def teacher_run(self) -> "PlannedRun | None":
         """Returns a run of the teacher's forward pass; None without a teacher."""
         if self.teacher is None:
             return None
-        return PlannedRun(self.teacher, self.teacher_flags, self.hardware, self.state_on_host, documents=self.documents)
+        flags = flags_for_teacher(self.config, inspect_architecture(self.teacher).has_recurrences)
+        return PlannedRun(self.teacher, flags, self.hardware, self.state_on_host, documents=self.documents)
 
     @property
     def teacher_bytes(self) -> float:
@@ -313,21 +261,14 @@ class PlannedRun:
         return self.state_offloaded or self.config.state_on_host
 
     @property
-    def host_share(self) -> float:
-        """Returns the share of gradients and optimizer state in host memory."""
-        return self._share_on_host(lambda weights: weights.trained)
-
-    @property
-    def host_weight_share(self) -> float:
-        """Returns the share of the bytes of weights in host memory."""
-        return self._share_on_host(lambda weights: weights.stored)
-
-    def _share_on_host(self, count: Callable[[Weights], int]) -> float:
+    def shares_on_host(self) -> State:
+        """Returns the shares of the state in host memory."""
         if not self.state_on_host:
-            return 0.0
-        resident, held = self.layers_with_state_on_gpu, self.weights
-        on_gpu = sum(map(count, (*held.layers[:resident], *held.experts[:resident])))
-        return 1.0 - on_gpu / count(held.total)
+            return State(0.0, 0.0, 0.0)
+        held, resident = self.weights, self.layers_with_state_on_gpu
+        away = sum((*held.layers[resident:], *held.experts[resident:]), held.ends)
+        trained = away.trained / held.total.trained
+        return State(away.stored / held.total.stored, gradients=trained, optimizer=trained)
 
 
 def planned_run(

@@ -8,23 +8,22 @@ from math import ceil
 from lightseq.architecture.flops import count_adapter_parameters, recompute_flops
 from lightseq.config.recurrent_schedules import HEADS
 from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
-from lightseq.memory.placement import OFFLOADED, RECOMPUTED, Placement
+from lightseq.memory.placement import RECOMPUTED, Placement
 from lightseq.parts.attention import caps_scores
-from lightseq.parts.facts import Attention, Experts, Layer, LinearMixer, attention_shape
+from lightseq.parts.facts import Attention, Layer, LinearMixer, attention_shape
 from lightseq.parts.mlp import TILE_TOKENS
 from lightseq.plan import rates
 from lightseq.plan.attention_memory import MAX_FLASH_DIM, takes_cublas
-from lightseq.plan.copies import exposed_copies
 from lightseq.plan.layer_costs import tiles_mlp
-from lightseq.plan.memory import lifetimes_of, saved_by_groups
 from lightseq.plan.run import PlannedRun
-from lightseq.plan.weight_time import (
-    collective_rate,
-    collective_seconds,
+from lightseq.plan.transfers import (
+    exposed_collectives,
+    exposed_copies,
     exposed_weights,
     gather_seconds,
     host_link,
     memory_rate,
+    token_exchange_seconds,
     weight_copies,
     weights_of_products,
 )
@@ -40,10 +39,10 @@ def step_seconds(run: PlannedRun, placement: Placement) -> dict[str, float]:
     """Returns the seconds of each part; their sum is the step time."""
     passes, layer = run.config.gradient_accumulation_steps, layer_seconds(run, placement)
     parts = {name: passes * seconds for name, seconds in _compute_seconds(run, placement).items()}
-    parts["weights: gathered and reduced, exposed"] = passes * _exposed_collectives(run, layer)
+    parts["weights: gathered and reduced, exposed"] = passes * exposed_collectives(run, layer)
     if run.config.expert_ranks > 1:
-        parts["experts: tokens exchanged"] = passes * _token_exchange_seconds(run)
-    parts["offloading, exposed"] = passes * (_exposed_copies(run, placement, layer) + exposed_weights(run, layer))
+        parts["experts: tokens exchanged"] = passes * token_exchange_seconds(run)
+    parts["offloading, exposed"] = passes * (exposed_copies(run, placement, layer) + exposed_weights(run, layer))
     parts["optimizer"] = update_seconds(run)
     launches = passes * len(run.layers) * rates.LAYER_LAUNCH_SECONDS[run.config.compiles]
     if more := passes * run.objective.passes_without_gradients:
@@ -198,17 +197,15 @@ def _scan_seconds(run: PlannedRun, mixer: LinearMixer) -> float:
 
 def _elementwise_bytes(run: PlannedRun) -> float:
     """Returns the bytes that elementwise kernels move per token in all layers, forward and backward."""
-    counts = Counter(map(id, run.layers))
-    return sum(counts[id(layer)] * _elementwise_bytes_of(run, layer) for layer in run.architecture.kinds)
-
-
-def _elementwise_bytes_of(run: PlannedRun, layer: Layer) -> float:
-    costs, compiled, reruns = run.costs(layer), run.config.compiles, run.group_size > 1
-    moved = costs.moved_forward * (1 + reruns) + costs.moved_backward
-    moved *= rates.ELEMENTWISE_TRAFFIC[compiled]
-    if tiles_mlp(layer, run.config, run.tokens):  # a third is the forward pass, which a group repeats
-        moved += rates.TILED_MLP[compiled] * layer.intermediate * run.itemsize * (4 / 3 if reruns else 1)
-    return moved + rates.FP8_CAST_BYTES[run.config.fp8] * (layer.linear_inputs + layer.linear_outputs)
+    config, reruns, moved = run.config, run.group_size > 1, 0.0
+    traffic, tiled = rates.ELEMENTWISE_TRAFFIC[config.compiles], rates.TILED_MLP[config.compiles]
+    for layer in run.layers:
+        costs = run.costs(layer)
+        moved += (costs.moved_forward * (1 + reruns) + costs.moved_backward) * traffic
+        if tiles_mlp(layer, config, run.tokens):  # a third is the forward pass, which a group repeats
+            moved += tiled * layer.intermediate * run.itemsize * (4 / 3 if reruns else 1)
+        moved += rates.FP8_CAST_BYTES[config.fp8] * (layer.linear_inputs + layer.linear_outputs)
+    return moved
 
 
 def _adapter_bytes(run: PlannedRun) -> float:
@@ -237,52 +234,6 @@ def _repeated_inputs(layer: Layer, policy: str) -> int:
     return layer.linear_inputs - layer.last_linear_input - (2 * layer.hidden if policy == STORE_MLP else 0)
 
 
-# ---- communication and copies ---------------------------------------------------------------------------------------
-
-
-def _exposed_collectives(run: PlannedRun, layer_seconds: float) -> float:
-    """Returns the seconds by which gathers and reductions lengthen a pass.
-
-    Nothing hides the first gather, nor the gathers of embeddings and head. The others slow the kernels beside them.
-    """
-    layers = [collective_seconds(run, run.exchanged(place)) for place in range(len(run.layers))]
-    exposed = sum(max(0.0, seconds - layer_seconds) for seconds in layers)
-    exposed += rates.COLLECTIVE_SHARE * sum(min(seconds, layer_seconds) for seconds in layers)
-    experts = sum(_experts_seconds(run, layer.experts) for layer in run.layers if layer.experts is not None)
-    return exposed + layers[0] / 2 + collective_seconds(run, run.weights.ends) + experts
-
-
-def _experts_seconds(run: PlannedRun, experts: Experts) -> float:
-    """Returns the exposed seconds of gathering and reducing experts among ranks with the same experts."""
-    ranks = run.config.expert_ranks
-    if ranks == 1:  # FSDP2 gathers and reduces these experts
-        return 0.0
-    same = run.hardware.gpus // ranks
-    gathers = 1 + run.gathers_experts_again
-    reduced = 0 if run.adapter_parameters else FLOAT32_BYTES
-    moved = experts.weights / ranks * (same - 1) / same * (gathers * run.itemsize + reduced)
-    return moved / collective_rate(run, run.hardware.gpus)
-
-
-def _token_exchange_seconds(run: PlannedRun) -> float:
-    """Returns the seconds of token exchange under expert parallelism: twice per pass, recomputation included."""
-    ranks = run.config.expert_ranks
-    sent = run.tokens * run.itemsize * (ranks - 1)
-    passes = 2 + (run.config.remat_policy != "none")
-    width = sum(layer.hidden for layer in run.layers if layer.experts is not None)
-    return 2 * passes * width * sent / collective_rate(run, ranks)
-
-
-def _exposed_copies(run: PlannedRun, placement: Placement, layer_seconds: float) -> float:
-    """Returns the seconds of activation copies, in both directions, that the layers' compute does not hide."""
-    if not placement.offloads:
-        return 0.0
-    forward, backward = (share * run.group_size * layer_seconds for share in rates.FORWARD_AND_BACKWARD)
-    saved = zip(saved_by_groups(run, placement), placement.layers[:: run.group_size], strict=True)
-    copies = [size / host_link(run) if action in OFFLOADED else 0.0 for size, action in saved]
-    return exposed_copies(copies, lifetimes_of(run, placement), forward, backward)
-
-
 # ---- optimizer ------------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +242,7 @@ def update_seconds(run: PlannedRun) -> float:
     optim: str = run.config.optim
     moved = rates.NORM_BYTES + rates.CLIP_BYTES
     moved += rates.OPTIMIZER_BYTES.get(optim, rates.OPTIMIZER_BYTES["adamw_torch"])
-    on_host = run.local_trained * run.host_share
+    on_host = run.local_trained * run.shares_on_host.gradients
     seconds = len(run.architecture.sizes) * rates.UPDATE_LAUNCH_SECONDS.get(optim, 0.0)
     seconds += (run.local_trained - on_host) * moved / memory_rate(run)
     if not run.state_on_host:

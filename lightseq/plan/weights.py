@@ -32,10 +32,6 @@ class Weights:
     def __add__(self, other: "Weights") -> "Weights":
         return Weights(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
-    def share(self, ranks: int) -> "Weights":
-        """Divides the bytes of sharded parameters by `ranks`."""
-        return Weights(*(getattr(self, field.name) // ranks for field in fields(self)))
-
 
 @dataclass(frozen=True)
 class HeldWeights:

@@ -54,12 +54,10 @@ def choose_memory_settings(
     in_4_bits = inputs.packed_base is not None and inputs.packed_base.is_nf4
     config = replace(config, load_in_4bit=in_4_bits)  # also if the model's files have four bits
     teacher = inputs.teacher and inputs.teacher.config
+    run = planned_run(config, inputs.model_config, world, inputs.documents, teacher)
     if config.offload == "auto" or (world.device.type == "cuda" and inputs.deepspeed is None):
-        earlier = earlier_plan(inputs.resume_from)
-        plan = plan_on_all_ranks(config, inputs.model_config, world, earlier, memory_limit(), inputs.documents, teacher)
+        plan = plan_on_all_ranks(run, world, earlier_plan(inputs.resume_from), memory_limit())
         run, config = plan.run, plan.run.config
-    else:
-        run = planned_run(config, inputs.model_config, world, inputs.documents, teacher)
     memory = MemorySettings(
         state_on_host=run.state_on_host,
         layers_with_state_on_gpu=run.layers_with_state_on_gpu,

@@ -12,9 +12,11 @@ from lightseq.distributed.agreement import is_first_to
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
 from lightseq.plan.advice import RETRY_SHARE, out_of_memory
-from lightseq.plan.breakdown import Breakdown, loss_bytes, measured_state_bytes, stored_activations
+from lightseq.plan.breakdown import Breakdown, loss_bytes, measured_state_bytes
 from lightseq.plan.make_plan import make_plan
+from lightseq.plan.memory import stored_activations
 from lightseq.plan.plan import Plan, on_smaller_gpus
+from lightseq.plan.run import planned_run
 from lightseq.schedule.documents import local_tokens
 from lightseq.training.engine import Engine
 from lightseq.training.errors import exit_on_out_of_memory
@@ -43,7 +45,8 @@ def out_of_memory_handler(
         if watchdog is not None:
             watchdog.mark_explained()
         teacher = inputs.teacher and inputs.teacher.config
-        return out_of_memory(config, inputs.model_config, world, inputs.documents, teacher)
+        flags = config.resolve_memory_flags(on_gpu=world.device.type == "cuda")
+        return out_of_memory(planned_run(flags, inputs.model_config, world, inputs.documents, teacher))
 
     return exit_on_out_of_memory(world, terminal, explain, next_plan)
 
@@ -77,7 +80,7 @@ def tokens_per_forward(config: TrainConfig, context: SequenceContext) -> int:
     return tokens * config.per_device_train_batch_size
 
 
-def memory_parts(engine: Engine, device: torch.device, taken_by_forward: int | None = None) -> Breakdown:
+def memory_parts(engine: Engine, world: World, taken_by_forward: int | None = None) -> Breakdown:
     """Returns the breakdown of the peak device memory so far.
 
     `taken_by_forward`: bytes that a forward pass was measured to leave allocated, if known.
@@ -86,11 +89,11 @@ def memory_parts(engine: Engine, device: torch.device, taken_by_forward: int | N
     tokens = tokens_per_forward(config, engine.context)
     states = measured_state_bytes((engine.model, *engine.frozen.values()), config, engine.memory.state_on_host)
     logits, gradients = loss_bytes(model, config, tokens)
-    stored = stored_activations(model, config, tokens)
     if taken_by_forward is not None:
         stored = max(0, taken_by_forward - gradients)
-    elif engine.offload is not None:
-        stored = max(0, stored - engine.offload.memory.allocated_bytes)
+    else:
+        offloaded = 0 if engine.offload is None else engine.offload.memory.allocated_bytes
+        stored = max(0, stored_activations(planned_run(config, model, world)) - offloaded)
     transport = engine.context.transport
     parts = Breakdown(
         parameters=int(states.parameters),
@@ -101,7 +104,7 @@ def memory_parts(engine: Engine, device: torch.device, taken_by_forward: int | N
         attention_buffers=transport.buffer_bytes,
         working=0,
     )
-    if device.type != "cuda":
+    if world.device.type != "cuda":
         return parts
     not_in_allocator = transport.buffer_bytes + transport.graph_bytes
-    return parts.at_peak(torch.cuda.max_memory_allocated(device) + not_in_allocator)
+    return parts.at_peak(torch.cuda.max_memory_allocated(world.device) + not_in_allocator)

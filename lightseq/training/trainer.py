@@ -171,7 +171,7 @@ class Trainer:
 
     def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
         """Returns the breakdown of the peak device memory so far."""
-        return memory_parts(self.engine, self.world.device, taken_by_forward)
+        return memory_parts(self.engine, self.world, taken_by_forward)
 
     def out_of_memory_handler(self) -> AbstractContextManager[None]:
         """Returns a context that starts the run over, or explains, when memory runs out."""

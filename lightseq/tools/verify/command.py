@@ -40,6 +40,7 @@ from lightseq.models.decoder import ids_of_text, text_config
 from lightseq.models.presets import ModelFamily
 from lightseq.plan.document_lengths import read_document_lengths
 from lightseq.plan.make_plan import plan_on_all_ranks
+from lightseq.plan.run import planned_run
 from lightseq.tools.verify.data import Document, first_step, synthetic_rows
 from lightseq.tools.verify.kernels import kernel_row
 from lightseq.tools.verify.machines import machine_row, software
@@ -129,7 +130,8 @@ def _with_memory_plan(config: TrainConfig, family: ModelFamily, world: World) ->
     if world.device.type != "cuda":
         return config.with_default_memory_flags()
     model = on_all_ranks(world, lambda: resolve(family, config.model_name, random_init=True).config)
-    return plan_on_all_ranks(config, model, world, documents=read_document_lengths(config, model)).run.config
+    run = planned_run(config, model, world, read_document_lengths(config, model))
+    return plan_on_all_ranks(run, world).run.config
 
 
 def one_step(config: TrainConfig, folder: Path) -> TrainConfig:
