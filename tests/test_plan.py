@@ -50,7 +50,7 @@ from lightseq.memory.placement import (
 from lightseq.parts.facts import Heads, distinct
 from lightseq.plan.advice import changes_to_fit, faster_change, longest, one_sequence_per_gpu
 from lightseq.plan.attention_memory import AttentionMemory, attention_memory, takes_cublas
-from lightseq.plan.breakdown import FLOAT32_BYTES, GIB, Breakdown
+from lightseq.plan.breakdown import GIB, Breakdown
 from lightseq.plan.make_plan import SAME_SPEED, fast_options, frugal_options, make_plan, plan_from_earlier
 from lightseq.plan.memory import attention_of, saved_by_layer, snapshots, state_bytes_on_host
 from lightseq.plan.plan import Plan, on_smaller_gpus, placement_of, plan_as_given, usable_gpu_bytes
@@ -70,7 +70,7 @@ from lightseq.plan.step_time import attention_seconds
 from lightseq.plan.transfers import copy_waits, host_link
 from lightseq.schedule.auto import MAX_GATHERED_BYTES, ScheduleChoice, choose_by_time, estimate_choice, possible_choices
 from lightseq.schedule.cost import AttentionShape
-from lightseq.schedule.timing import RATES
+from lightseq.schedule.timing import FLOAT32_BYTES, RATES
 from lightseq.training.setup_checks import bfloat16_warning
 
 LLAMA = preset_config(BOTH, "llama3-8b")

@@ -21,7 +21,8 @@ from typing import Any
 
 from lightseq.checkpoint import manifest
 from lightseq.config.train_config import TrainConfig
-from lightseq.plan.breakdown import FLOAT32_BYTES, GIB, moments_of
+from lightseq.plan.breakdown import GIB, moments_of
+from lightseq.schedule.timing import FLOAT32_BYTES
 from lightseq.utils.files import read_json
 
 STATE, TRAINER_STATE = manifest.STATE, manifest.TRAINER_STATE

@@ -11,7 +11,7 @@ from lightseq.memory.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Pl
 from lightseq.parts.facts import Attention, Layer, distinct
 from lightseq.parts.mlp import TILE_TOKENS
 from lightseq.plan.attention_memory import SCORE_BLOCK_BYTES, AttentionMemory, attention_memory, takes_cublas
-from lightseq.plan.breakdown import Breakdown, State, loss_bytes, moments_of
+from lightseq.plan.breakdown import Breakdown, State, moments_of
 from lightseq.plan.layer_costs import ATTENTION, MLP, SCAN
 from lightseq.plan.rates import LAST_NORM, PROCESS_BYTES
 from lightseq.plan.run import PlannedRun
@@ -92,16 +92,18 @@ def saved_by_groups(run: PlannedRun, placement: Placement) -> list[float]:
     return [saved_by_layer(run, layer, RECOMPUTE if run.group_size > 1 else action) for layer, action in firsts]
 
 
-def largest_rerun(run: PlannedRun, action: str, first: int = 0) -> float:
-    """Returns the bytes that the largest group's layers save in its rerun, from its layer `first` on."""
+def offloaded_by_rerun(run: PlannedRun, action: str) -> float:
+    """Returns the bytes that the largest group offloads in its rerun, for all its layers but one."""
     groups = map(run.layers_of, range(run.groups))
-    return max(sum(saved_by_layer(run, layer, action) for layer in group[first:]) for group in groups)
+    return max(sum(saved_by_layer(run, layer, action) for layer in group[1:]) for group in groups)
 
 
-def stored_activations(run: PlannedRun) -> int:
-    """Returns the bytes that all layers save for the backward pass, on GPU or host."""
-    saved = sum(saved_by_groups(run, Placement((KEEP,) * len(run.layers))))
-    return int(saved + (largest_rerun(run, KEEP) if run.group_size > 1 else 0.0))
+def loss_bytes(run: PlannedRun) -> int:
+    """Returns the bytes of a chunk's logits, and of the gradients of the head (float32) and hidden states."""
+    text, hidden = run.text, run.text.hidden_size
+    logits = run.objective.logit_bytes(run.tokens, text.vocab_size, run.itemsize)
+    head = 0 if run.lora else FLOAT32_BYTES * text.vocab_size * hidden
+    return logits + head + run.tokens * hidden * run.itemsize
 
 
 # ---- points of a step -----------------------------------------------------------------------------------------------
@@ -126,13 +128,12 @@ class _Step:
     def loss(self) -> Snapshot:
         """Returns memory during the loss: all activations are saved, and the head and last layer are gathered."""
         run, last = self.run, self.run.groups - 1
-        logits, gradients = loss_bytes(run.model, run.config, run.tokens)
         last_norm = LAST_NORM[run.config.compiles] * run.tokens * run.text.hidden_size
         working = (run.architecture.head + last_norm) * run.itemsize
         if (teacher := run.teacher_run) is not None:  # its hidden states and its whole head
             working += (teacher.tokens * teacher.text.hidden_size + teacher.architecture.head) * run.itemsize
         working += run.gathered_bytes(last if run.reshard_after_forward else 0, last, runs=False)
-        return self._snapshot("loss", saved=self._on_gpu(last), loss=logits + gradients, working=working)
+        return self._snapshot("loss", saved=self._on_gpu(last), loss=loss_bytes(run), working=working)
 
     def teacher(self, run: PlannedRun) -> Snapshot:
         """Returns memory in the largest layer of the teacher's forward pass, before the trained model's."""
@@ -298,7 +299,7 @@ def host_bytes(run: PlannedRun, placement: Placement) -> float:
     saved = zip(saved_by_groups(run, placement), placement.layers[:: run.group_size], strict=True)
     activations = sum(size for size, action in saved if action in OFFLOADED)
     if run.group_size > 1 and placement.offloads:  # the group that runs again
-        activations += largest_rerun(run, KEEP, first=1)
+        activations += offloaded_by_rerun(run, KEEP)
     return PROCESS_BYTES + activations + state_bytes_on_host(run)
 
 

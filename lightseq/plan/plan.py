@@ -29,7 +29,7 @@ from lightseq.parts.facts import Layer
 from lightseq.plan.breakdown import GIB, Breakdown, moments_of
 from lightseq.plan.memory import (
     host_bytes,
-    largest_rerun,
+    offloaded_by_rerun,
     peak,
     saved_by_groups,
     saved_by_layer,
@@ -207,7 +207,7 @@ def _offload_first_layers(run: PlannedRun, resident: str, offloaded: str) -> Pla
     room, groups = _host_budget(run), 0
     sizes = saved_by_groups(run, Placement((offloaded,) * len(run.layers)))
     if run.group_size > 1:  # offloaded while a group runs again
-        room -= largest_rerun(run, offloaded, first=1)
+        room -= offloaded_by_rerun(run, offloaded)
     while groups < run.groups - 1 and (room := room - sizes[groups]) >= 0:
         groups += 1
     return Placement(tuple(offloaded if i // run.group_size < groups else resident for i in range(len(run.layers))))

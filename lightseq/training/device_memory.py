@@ -3,21 +3,19 @@
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 
-from lightseq.attention.context import SequenceContext
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.agreement import is_first_to
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
 from lightseq.plan.advice import RETRY_SHARE, out_of_memory
-from lightseq.plan.breakdown import Breakdown, loss_bytes, measured_state_bytes
+from lightseq.plan.breakdown import Breakdown
 from lightseq.plan.make_plan import make_plan
-from lightseq.plan.memory import stored_activations
-from lightseq.plan.plan import Plan, on_smaller_gpus
+from lightseq.plan.plan import Plan, on_smaller_gpus, plan_as_given
 from lightseq.plan.run import planned_run
-from lightseq.schedule.documents import local_tokens
 from lightseq.training.engine import Engine
 from lightseq.training.errors import exit_on_out_of_memory
 from lightseq.training.inputs import Inputs
@@ -74,37 +72,12 @@ def fall_back(plan: Plan, config: TrainConfig, world: World, watchdog: Watchdog,
     watchdog.start_over(limit)
 
 
-def tokens_per_forward(config: TrainConfig, context: SequenceContext) -> int:
-    """Returns a rank's tokens in a forward pass of the longest batch."""
-    tokens = local_tokens(context.schedule, config.model_max_length, config.packing != "none")
-    return tokens * config.per_device_train_batch_size
-
-
-def memory_parts(engine: Engine, world: World, taken_by_forward: int | None = None) -> Breakdown:
-    """Returns the breakdown of the peak device memory so far.
-
-    `taken_by_forward`: bytes that a forward pass was measured to leave allocated, if known.
-    """
-    config, model = engine.config, engine.model.config
-    tokens = tokens_per_forward(config, engine.context)
-    states = measured_state_bytes((engine.model, *engine.frozen.values()), config, engine.memory.state_on_host)
-    logits, gradients = loss_bytes(model, config, tokens)
-    if taken_by_forward is not None:
-        stored = max(0, taken_by_forward - gradients)
-    else:
-        offloaded = 0 if engine.offload is None else engine.offload.memory.allocated_bytes
-        stored = max(0, stored_activations(planned_run(config, model, world)) - offloaded)
+def memory_parts(engine: Engine, world: World) -> Breakdown:
+    """Returns the peak device memory so far by purpose: as planned, and working memory for the rest of the peak."""
+    plan = engine.plan or plan_as_given(planned_run(engine.config, engine.model.config, world))
     transport = engine.context.transport
-    parts = Breakdown(
-        parameters=int(states.parameters),
-        gradients=int(states.gradients),
-        optimizer=int(states.optimizer),
-        stored_activations=stored,
-        loss=logits + gradients,
-        attention_buffers=transport.buffer_bytes,
-        working=0,
-    )
-    if world.device.type != "cuda":
-        return parts
+    parts = replace(plan.parts, attention_buffers=transport.buffer_bytes)
+    if engine.config.deepspeed:  # the planner does not know its state
+        parts = replace(parts, parameters=0, gradients=0, optimizer=0)
     not_in_allocator = transport.buffer_bytes + transport.graph_bytes
     return parts.at_peak(torch.cuda.max_memory_allocated(world.device) + not_in_allocator)

@@ -169,9 +169,9 @@ class Trainer:
         with record_function(name):
             yield
 
-    def memory_parts(self, taken_by_forward: int | None = None) -> Breakdown:
-        """Returns the breakdown of the peak device memory so far."""
-        return memory_parts(self.engine, self.world, taken_by_forward)
+    def memory_parts(self) -> Breakdown:
+        """Returns the breakdown of the peak memory of a GPU so far."""
+        return memory_parts(self.engine, self.world)
 
     def out_of_memory_handler(self) -> AbstractContextManager[None]:
         """Returns a context that starts the run over, or explains, when memory runs out."""
