@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from lightseq.checkpoint import manifest
+from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
-from lightseq.plan.breakdown import GIB, moments_of
+from lightseq.plan.breakdown import GIB
 from lightseq.schedule.timing import FLOAT32_BYTES
 from lightseq.utils.files import read_json
 
@@ -194,7 +195,7 @@ def saved_bytes(parameters: int, config: TrainConfig, base_bytes: int = 0) -> in
 
     `base_bytes`: of those files, if they are known. Weights trained in float32 are stored so.
     """
-    state = int(parameters * FLOAT32_BYTES * (1 + moments_of(config)))
+    state = int(parameters * FLOAT32_BYTES * (1 + OPTIMIZERS[config.optim].moments))
     return state + max(parameters * config.itemsize, base_bytes)
 
 

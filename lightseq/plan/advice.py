@@ -11,13 +11,7 @@ from typing import Any
 from lightseq.config.train_config import TrainConfig
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.make_plan import can_fit, make_plan
-from lightseq.plan.plan import (
-    PLANNED_FLAGS,
-    Plan,
-    on_smaller_gpus,
-    owners_of_offloaded_state,
-    usable_gpu_bytes,
-)
+from lightseq.plan.plan import PLANNED_FLAGS, Plan, on_smaller_gpus, owners_of_offloaded_state, usable_gpu_bytes
 from lightseq.plan.run import PlannedRun
 
 K = 2**10

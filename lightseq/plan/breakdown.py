@@ -3,8 +3,6 @@
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
-from lightseq.config.optimizers import OPTIMIZERS
-from lightseq.config.train_config import TrainConfig
 from lightseq.plan.rates import GIB
 
 
@@ -48,8 +46,3 @@ class State(NamedTuple):
     parameters: float
     gradients: float
     optimizer: float
-
-
-def moments_of(config: TrainConfig) -> float:
-    """Returns the size of the optimizer's state, in float32 values per weight."""
-    return OPTIMIZERS[config.optim].moments

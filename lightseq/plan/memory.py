@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
+from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.remat_policies import STORES_MLP
 from lightseq.memory.offload import IN_FLIGHT, device_lifetimes, layers_in_flight
 from lightseq.memory.placement import KEEP, OFFLOADED, RECOMPUTE, RECOMPUTED, Placement
-from lightseq.parts.facts import Attention, Layer, distinct
+from lightseq.parts.facts import Layer, distinct
 from lightseq.parts.mlp import TILE_TOKENS
 from lightseq.plan.attention_memory import SCORE_BLOCK_BYTES, AttentionMemory, attention_memory, takes_cublas
-from lightseq.plan.breakdown import Breakdown, State, moments_of
+from lightseq.plan.breakdown import Breakdown, State
 from lightseq.plan.layer_costs import ATTENTION, MLP, SCAN
 from lightseq.plan.rates import LAST_NORM, PROCESS_BYTES
 from lightseq.plan.run import PlannedRun
@@ -47,14 +48,6 @@ def snapshots(run: PlannedRun, placement: Placement) -> Iterator[Snapshot]:
         for layer in distinct(run.layers_of(group)):
             yield from step.backward(group, layer)
     yield step.end_of_backward()
-
-
-def working_bytes(run: PlannedRun, layer: Layer, action: str) -> Mapping[str, float]:
-    """Returns a layer's temporaries per token at each point of its backward pass, apart from operators' own memory."""
-    if run.config.tiles_layers:
-        elements = tiled_elements(layer, run.head_slices, runs_again=run.group_size > 1)
-        return {name: run.itemsize * count for name, count in elements.items()}
-    return run.costs(layer, "full" if action in RECOMPUTED else None).working
 
 
 def tiled_elements(layer: Layer, head_slices: int, runs_again: bool) -> Mapping[str, float]:
@@ -147,12 +140,17 @@ class _Step:
         run, action, saved = self.run, self.actions[group], self._on_gpu(group)
         weights, rerun = _weights_and_gradients(run, group, layer), self._saved_by_rerun(group)
         gradients = 0.0 if run.adapter_parameters else _finished_gradients(run, group)
+        costs = run.costs(layer, "full" if action in RECOMPUTED else None)
+        points = costs.working  # apart from operators' own memory
+        if run.config.tiles_layers:
+            elements = tiled_elements(layer, run.head_slices, runs_again=run.group_size > 1)
+            points = {name: run.itemsize * count for name, count in elements.items()}
 
         def saves(policy: str) -> float:
             return run.tokens * run.costs(layer, policy).saved
 
-        for name, per_token in working_bytes(run, layer, action).items():
-            working = run.tokens * per_token + weights + _unpacked_bytes(run, layer, action, name)
+        for name, per_token in points.items():
+            working = run.tokens * per_token + weights + _unpacked_bytes(run, layer, costs.weights_read, name)
             if name == MLP:
                 working += _tiled_mlp_bytes(run, layer)
             if name == SCAN:
@@ -233,12 +231,11 @@ def _weights_and_gradients(run: PlannedRun, group: int, layer: Layer) -> float:
     return taken
 
 
-def _unpacked_bytes(run: PlannedRun, layer: Layer, action: str, point: str) -> float:
+def _unpacked_bytes(run: PlannedRun, layer: Layer, read: Mapping[str, int], point: str) -> float:
     """Returns the bytes of dequantized weights at a point of a layer's backward pass."""
     held, experts = run.weights.layers[layer.place], run.weights.experts[layer.place]
     if not held.dense and not experts.dense:
         return 0.0
-    read = run.costs(layer, "full" if action in RECOMPUTED else None).weights_read
     elements = read[point] if not run.config.tiles_layers else max(read.values())
     if run.config.tiles_layers and point == ATTENTION:  # projections of a slice of heads, output included
         elements = layer.projections // run.head_slices + layer.hidden * layer.attention_width
@@ -269,26 +266,20 @@ def _tiled_mlp_bytes(run: PlannedRun, layer: Layer) -> float:
 
 def attention_of(run: PlannedRun, layer: Layer) -> AttentionMemory:
     """Returns the attention memory of a layer's largest mixer, for one slice of heads."""
-    found = [_memory_of_mixer(run, mixer) for mixer in layer.attentions]
-    return AttentionMemory(
-        buffers=max((memory.buffers for memory in found), default=0.0),
-        backward=max((memory.backward for memory in found), default=0.0),
-    )
-
-
-def _memory_of_mixer(run: PlannedRun, mixer: Attention) -> AttentionMemory:
-    heads, reach, slices, length = mixer.heads, mixer.reach, run.head_slices, run.config.model_max_length
-    memory = attention_memory(
-        run.choice,
-        run.sequence_ranks,
-        replace(heads, query=heads.query // slices, key_value=heads.key_value // slices),
-        run.itemsize,
-        keep_gathered=run.keeps_gathered,
-        window_share=reach.tokens / length if reach is not None and reach.tokens < length else None,
-    )
-    if takes_cublas(run.config.kernel_name, run.hardware.chip.capability, heads.dim):
-        memory = memory._replace(backward=memory.backward + SCORE_BLOCK_BYTES / run.tokens)
-    return memory
+    largest, slices, length = AttentionMemory(0.0, 0.0), run.head_slices, run.config.model_max_length
+    for heads, reach in ((mixer.heads, mixer.reach) for mixer in layer.attentions):
+        memory = attention_memory(
+            run.choice,
+            run.sequence_ranks,
+            replace(heads, query=heads.query // slices, key_value=heads.key_value // slices),
+            run.itemsize,
+            keep_gathered=run.keeps_gathered,
+            window_share=reach.tokens / length if reach is not None and reach.tokens < length else None,
+        )
+        if takes_cublas(run.config.kernel_name, run.hardware.chip.capability, heads.dim):
+            memory = memory._replace(backward=memory.backward + SCORE_BLOCK_BYTES / run.tokens)
+        largest = AttentionMemory(*map(max, largest, memory))
+    return largest
 
 
 # ---- host memory ----------------------------------------------------------------------------------------------------
@@ -318,7 +309,7 @@ def _state_bytes(run: PlannedRun) -> State:
     copies = sum(frozen.source is None for frozen in run.objective.frozen_models)
     weights = float(run.weights.total.stored + run.itemsize * run.local_parameters * copies)
     gradients = float(FLOAT32_BYTES * run.local_trained)
-    return State(weights, gradients, moments_of(run.config) * gradients)
+    return State(weights, gradients, OPTIMIZERS[run.config.optim].moments * gradients)
 
 
 @lru_cache(maxsize=64)  # every plan of a search asks for the same

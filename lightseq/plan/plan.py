@@ -11,22 +11,14 @@ from typing import Any, Final
 
 from lightseq.architecture.flops import count_adapter_parameters, mfu, model_flops
 from lightseq.config.deepspeed import DeepSpeedSettings
+from lightseq.config.optimizers import OPTIMIZERS
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import free_host_memory, host_bytes_for_layers
 from lightseq.distributed.world import World
 from lightseq.memory.offload import layers_in_flight
-from lightseq.memory.placement import (
-    KEEP,
-    OFFLOAD,
-    RECOMPUTE,
-    RECOMPUTE_OFFLOAD,
-    LayerCost,
-    Placement,
-    in_order,
-    place,
-)
+from lightseq.memory.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, LayerCost, Placement, in_order, place
 from lightseq.parts.facts import Layer
-from lightseq.plan.breakdown import GIB, Breakdown, moments_of
+from lightseq.plan.breakdown import GIB, Breakdown
 from lightseq.plan.memory import (
     host_bytes,
     offloaded_by_rerun,
@@ -266,7 +258,8 @@ def deepspeed_bytes_on_host(run: PlannedRun, settings: DeepSpeedSettings) -> flo
         accumulates = settings.stage < 3 and run.config.gradient_accumulation_steps > 1
         # Masters, gradients, and weights in the compute dtype or, with stage 3, gradients once more.
         copies = 2 * FLOAT32_BYTES + (FLOAT32_BYTES if settings.stage == 3 else element * (1 + accumulates))
-        taken += (moments_of(run.config) * FLOAT32_BYTES + pinning("offload_optimizer") * copies) * weights
+        moments = FLOAT32_BYTES * OPTIMIZERS[run.config.optim].moments
+        taken += (moments + pinning("offload_optimizer") * copies) * weights
         # A buffer for the largest gradient; accumulated ones may reach beyond the rank's part by one.
         taken += (1 + accumulates) * FLOAT32_BYTES * max(run.architecture.sizes)
     if settings.on_cpu("offload_param"):
