@@ -113,7 +113,7 @@ class PlannedRun:
         whole = self.architecture.attention_share(length)
         return whole if self.documents is None else min(whole, self.documents.area_per_token / length)
 
-    @property
+    @cached_property
     def shape(self) -> AttentionShape:
         """Returns the attention that takes most FLOPs, to one sequence."""
         return attention_shape(self.architecture.attentions, self.config.model_max_length, element_bytes=self.itemsize)
@@ -134,7 +134,7 @@ class PlannedRun:
         )
         return with_few_fragments(found) if self.architecture.has_recurrences else found
 
-    @property
+    @cached_property
     def head_slices(self) -> int:
         """Returns the number of head slices that a layer passes to attention, one after the other."""
         if not self.config.slices_heads:
@@ -260,7 +260,7 @@ class PlannedRun:
         """Returns whether weights, gradients and optimizer state are in host memory, by a flag or by the planner."""
         return self.state_offloaded or self.config.state_on_host
 
-    @property
+    @cached_property
     def shares_on_host(self) -> State:
         """Returns the shares of the state in host memory."""
         if not self.state_on_host:
