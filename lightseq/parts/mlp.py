@@ -23,7 +23,6 @@ from lightseq.utils.checkpoint_context import is_recomputing, reuse_or_compute
 
 TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
 
-
 GATE, UP = 0, 1  # among the linears that share the MLP's input
 
 
@@ -223,6 +222,7 @@ def _gated_mlp_backward(
         [_GradientSum(x, len(x_NH) <= tile_tokens) if t else None for x, t in zip(tensors, trains, strict=True)]
     )
     sums = [_LinearGradients(*(next(wanted) for _ in linear.tensors)) for linear in linears]
+    for_gate, for_up, for_down = sums
     for rows in tiles(len(x_NH), tile_tokens):
         x, dout = first.joined(x_NH[rows]), of_down.joined(dout_NH[rows])
         dgate_buffer, dup_buffer = of_gate.buffer(len(x)), of_up.buffer(len(x))
@@ -234,23 +234,17 @@ def _gated_mlp_backward(
         act_buffer = second.buffer(x)
         act = of_down.write(dout, second.inputs(act_buffer))
         _act_mul_backward(gate, up, act, dgate, dup, activation)  # overwrites act with act(gate) * up
-        second.fill(act_buffer)
-        made = (
-            (dgate, of_gate.fill(dgate_buffer), of_gate, x, first, GATE),
-            (dup, of_up.fill(dup_buffer), of_up, x, first, UP),
-            (of_down.outputs(dout), dout, of_down, act_buffer, second, 0),
-        )
-        for total, (dy, dy_joined, backward, x_joined, forward, which) in zip(sums, made, strict=True):
-            total.add(
-                dy,
-                forward.inputs(x_joined),
-                backward.adapter_output_gradient(dy_joined),
-                forward.adapter_output(x_joined, which),
-            )
+        act = second.inputs(second.fill(act_buffer))
+        dgate_adapter = of_gate.adapter_output_gradient(of_gate.fill(dgate_buffer))
+        dup_adapter = of_up.adapter_output_gradient(of_up.fill(dup_buffer))
+        for_gate.add(dgate, first.inputs(x), dgate_adapter, first.adapter_output(x, GATE))
+        for_up.add(dup, first.inputs(x), dup_adapter, first.adapter_output(x, UP))
+        ddown_adapter = of_down.adapter_output_gradient(dout)
+        for_down.add(of_down.outputs(dout), act, ddown_adapter, second.adapter_output(act_buffer, 0))
         of_gate.write(dgate_buffer, dx[rows])
         of_up.add(dup_buffer, dx[rows])
-        del x, dout, dgate_buffer, dup_buffer, dgate, dup, gate, up, act_buffer, act, made
-        del dy, dy_joined, x_joined
+        del x, dout, gate, up, act, act_buffer, ddown_adapter  # before the next tile's are allocated
+        del dgate, dgate_buffer, dgate_adapter, dup, dup_buffer, dup_adapter
     return [dx, *(done for total in sums for done in total.finish())]
 
 
