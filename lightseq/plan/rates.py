@@ -61,6 +61,7 @@ MARGIN = 0.08  # share of a GPU left to drivers, libraries and fragmentation (me
 # Shares of the datasheet's peaks. Sources in parentheses: `points` is benchmarks/results/plan-steps.jsonl; `traces` are
 # profiles of 1B at 32K and of 8 layers of 8B at 128K on two H200 (`python3 -m analysis profile`).
 CHAIN_TIME = 1.35  # time of a scan over ranks / time of a scan on one rank (one trace, two H100)
+HEADS_TIME = 2.2  # the same with exchanged heads (Qwen3.5-9B at 32K and 128K on four H200: 2.1 and 2.3)
 MATRIX_SHARE = 0.70  # matrix products of layers and loss (points; traces: 0.68 and 0.73)
 ATTENTION_SHARE = 0.97  # speed inside a step beside the isolated layer's (schedule/timing.py; points)
 MEMORY_SHARE = 0.75  # GPU memory traffic (traces: compiled elementwise 0.80, AdamW 0.71)

@@ -188,9 +188,9 @@ def _recurrence_seconds(run: PlannedRun) -> float:
 
 def _scan_seconds(run: PlannedRun, mixer: LinearMixer) -> float:
     """Returns the seconds of a mixer without attention in one forward pass."""
-    in_chain = mixer.scan_heads and run.sequence_ranks > 1 and run.config.recurrent_schedule != HEADS
-    chain = rates.CHAIN_TIME if in_chain else 1.0
-    work = run.tokens * mixer.token_flops / mixer.peak_share * chain
+    work = run.tokens * mixer.token_flops / mixer.peak_share
+    if mixer.scan_heads and run.sequence_ranks > 1:
+        work *= rates.HEADS_TIME if run.config.recurrent_schedule == HEADS else rates.CHAIN_TIME
     return work / run.hardware.chip.peak_flops
 
 
