@@ -261,7 +261,7 @@ class SharedRollouts:
         return found
 
     def _samples(self, rank: int) -> AbstractContextManager[None]:
-        """Returns a context that samples for one rank of this group, otherwise than before."""
+        """Seeds sampling for one rank of this group, with a new seed in every generation."""
         assert self._sequence_mesh is not None
         self._generations += 1
         group, step = self._sequence_mesh.get_local_rank(DATA), int(self.state.global_step)
