@@ -1,7 +1,4 @@
-"""Execution of cells on this host or by Slurm, and their records.
-
-A sweep has one record per cell in sweep.jsonl. The files of a run decide whether its cell is done.
-"""
+"""Execution of a sweep's cells on this host or by Slurm, and their records in sweep.jsonl."""
 
 import json
 import os
@@ -143,8 +140,10 @@ def run_or_submit(sweep: Sweep, chosen: Sequence[Cell], records: dict[str, Recor
     todo = [cell for cell in left if not devices or cell.ranks <= len(devices)]
     # Before any is submitted, because it refuses a cell that fits no job.
     jobs = [(cell, slurm_command(sweep, cell)) for cell in todo] if arguments.submit else []
-    print(f"{counted(chosen, records)}; {len(todo)} to run; --retry-failed runs failed cells again")
-    if len(todo) < len(left):
+    skipped = leave.intersection(FAILED, (records[cell.name].status for cell in chosen))
+    hint = "; --retry-failed runs failed cells again" if skipped else ""
+    print(f"{counted(chosen, records)}; {len(todo)} to run{hint}")
+    if len(left) > len(todo):
         print(f"{len(left) - len(todo)} need more than the {plural(len(devices), 'GPU')} here")
     write_records(sweep.output_dir, records.values())
     if sweep.data is not None and any(cell.config.data_path == str(sweep.data.output) for cell in todo):
@@ -304,5 +303,5 @@ def mark_ended_jobs(records: dict[str, Record]) -> None:
     done = subprocess.run(["squeue", "--noheader", "--me", "--format=%i"], capture_output=True, text=True)
     for record in submitted:
         if done.returncode == 0 and record.job_id not in done.stdout.split():
-            error = f"job {record.job_id} ended without all steps; see logs/"
-            records[record.name] = replace(record, status="failed", error=error)
+            why = f"job {record.job_id} ended too early; see logs/"
+            records[record.name] = replace(record, status="failed", error=why)
