@@ -46,7 +46,7 @@ def read_plots(path: Path) -> PlotsFile:
     """Reads the figures of a file. Raises ValueError with file and key for invalid content."""
     top = read_file(path, partial(yaml.load, Loader=TextLoader))  # 4096 stays text, for comparison with run.json
     try:
-        _check_keys("", top, KEYS)
+        check_keys("", top, KEYS)
         figures = top.get("figures")
         if not isinstance(figures, dict) or not figures:
             raise ValueError("figures: give `name: {metric: …, x: …}` lines")
@@ -68,7 +68,7 @@ def short_name(key: str) -> str:
 
 def _plot(name: str, spec: Any) -> Plot:
     place = f"figures.{name}"
-    _check_keys(place, spec, FIGURE_KEYS)
+    check_keys(place, spec, FIGURE_KEYS)
     for key in ("metric", "x"):
         if not isinstance(spec.get(key), str):
             raise ValueError(f"{place}.{key}: {'is missing' if key not in spec else 'give one word'}")
@@ -93,7 +93,8 @@ def _words(place: str, value: Any) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _check_keys(place: str, found: Any, known: Sequence[str]) -> None:
+def check_keys(place: str, found: Any, known: Sequence[str]) -> None:
+    """Raises ValueError, with the place in the file, for anything but a mapping with known keys."""
     if not isinstance(found, dict):
         raise ValueError(f"{place}: give `key: value` lines; keys are {', '.join(known)}".removeprefix(": "))
     for key in found:

@@ -53,6 +53,13 @@ def json_object(line: str) -> Record:
     return value
 
 
+def check_cell(record: Record) -> Record:
+    """Returns a record of sweep.jsonl. Raises ValueError for any other record."""
+    if not isinstance(record.get("name"), str) or not isinstance(record.get("flags"), dict):
+        raise ValueError("is not a cell of a sweep")
+    return record
+
+
 def refusal(refused: list[tuple[int, str]]) -> str:
     """Returns one line with the numbers of the rejected lines and the reason for the first."""
     number, reason = refused[0]
@@ -82,6 +89,6 @@ def read_each(sources: Iterable[Source], read: Callable[[Source], T], notes: lis
     return made
 
 
-def print_notes(notes: Iterable[str]) -> None:
+def print_notes(notes: Iterable[str], program: str = "analysis") -> None:
     for note in notes:
-        print(f"analysis: note: {note}", file=sys.stderr)
+        print(f"{program}: note: {note}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 from . import attention, evaluate, largest, step
 from .benchmark import Benchmark
 from .evaluate import Evaluation
-from .records import Record, json_object, read_lines
+from .records import Record, check_cell, json_object, read_lines
 from .runs import Run, read_run
 
 LINE_LIMIT, FIRST_LINES = 2**20, 8  # characters and lines read to tell kinds of files apart
@@ -120,12 +120,6 @@ def not_empty(path: Path, records: list[Any]) -> list[Any]:
     if not records:
         raise ValueError(f"{path} has no records")
     return records
-
-
-def check_cell(record: Record) -> Record:
-    if "name" not in record or not isinstance(record.get("flags"), dict):
-        raise ValueError("is not a cell of a sweep")
-    return record
 
 
 def read_verification(path: Path, notes: list[str]) -> list[Record]:

@@ -70,6 +70,7 @@ def tables() -> str:
                 (names, f"{kind}: {meaning}")
                 for format_name, kind in KINDS
                 for names, meaning in by_meaning(_own(format_name))
+                if not meaning.startswith("not used")
             ],
         ),
         textwrap.fill(

@@ -7,6 +7,7 @@ Without names it plans all, which takes three minutes.
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lightseq.cli import BOTH
 from lightseq.config.recipes import recipe_files
-from lightseq.models.presets import OTHERS
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.make_plan import make_plan
 from lightseq.tools.plan.command import split_flags
@@ -23,6 +23,7 @@ from lightseq.tools.recipes import COLUMNS, PLANS, recipes
 
 PAGE = Path(__file__).with_name("recipes.md")
 BEGIN, END = "<!-- Made by docs/make_recipes.py. -->\n", "<!-- End of what it made. -->\n"
+LEFT_OUT = COLUMNS.index("GiB per GPU")  # most plans fill the GPU
 
 
 def figures(name: str) -> dict[str, float]:
@@ -39,11 +40,14 @@ def figures(name: str) -> dict[str, float]:
 
 def page(text: str) -> str:
     """Returns the page with the table and the list of shapes made again."""
-    rows = [f"| {' | '.join((f'`{row[0]}`', *row[1:]))} |" for row in (recipe.row for recipe in recipes())]
-    head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    shapes = ", ".join(f"`{name}`" for name in OTHERS.presets)
+    rows = [(f"`{row[0]}`", *row[1:]) for row in (recipe.row for recipe in recipes())]
+    shown = [(*row[:LEFT_OUT], *row[LEFT_OUT + 1 :]) for row in (COLUMNS, *rows)]
+    head, *lines = [f"| {' | '.join(row)} |" for row in shown]
+    table = [head, "|---" * len(shown[0]) + "|", *lines]
+    names = ", ".join(f"`{name}`" for name in BOTH.presets)
+    shapes = textwrap.fill(f"With `--random_init`, `--model_name_or_path` takes {names}.", 120, break_on_hyphens=False)
     before, rest = text.split(BEGIN)
-    made = "\n".join([*head, *rows, "", f"Shapes known by name, beside [Llama's](getting-started.md): {shapes}.", ""])
+    made = "\n".join([*table, "", "## Shapes", shapes, ""])
     return before + BEGIN + made + END + rest.split(END)[1]
 
 

@@ -1,11 +1,12 @@
 """Sweep files: a grid of training flags in YAML, and its cells. An error is one line that names file and key.
 
-The trainer's own parser reads the flags of each cell, and refuses wrong ones.
+The parsers of training and of data_gen read the flags, and refuse wrong ones.
 """
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, Final
 
 import yaml
 
+from analysis.plots_file import check_keys, setting, short_name
+from data_gen.__main__ import parser as data_parser
 from lightseq.config.command_line import parse
 from lightseq.config.flag_names import OLDER_SPELLINGS
 from lightseq.config.lengths import parse_tokens
@@ -20,44 +23,15 @@ from lightseq.config.parser import MOST_COUNT
 from lightseq.config.train_config import TrainConfig
 from lightseq.config.yaml_file import TextLoader, read_file
 
+# Values as typed, by names in run.json. Those are training flags, except for `world_size` and `dtype`.
 Settings = Mapping[str, str]
 Axes = Mapping[str, tuple[str, ...]]
 
 PROGRAM: Final = "launch/sweep.py"
-# Short names of what most sweeps vary. `ranks` and `dtype` are not flags of training.
-SHORT: Final[Mapping[str, str]] = {
-    "model": "model_name_or_path",
-    "length": "model_max_length",
-    "batch": "per_device_train_batch_size",
-}
-LABELS: Final[Mapping[str, str]] = {flag: word for word, flag in SHORT.items()}
-DTYPES: Final[Mapping[str, tuple[str, ...]]] = {
-    "bfloat16": ("--bf16", "True"),
-    "float16": ("--fp16", "True"),
-    "float32": (),
-}
+DTYPES: Final[Mapping[str, Settings]] = {"bfloat16": {"bf16": "True"}, "float16": {"fp16": "True"}, "float32": {}}
 OURS: Final = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
 PLAIN: Final = ("output_dir", "timeout_seconds", "gpus_per_node")
 KEYS: Final = (*PLAIN, "description", "data", "fixed", "grid", "exclude", "include")
-DATA_DEFAULTS: Final[Settings] = {"vocab_size": "512", "seed": "0"}
-HOUR: Final = 3600.0
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Contents of a sweep file. Settings have the names of training flags, and every value is the word as typed."""
-
-    path: Path
-    description: str
-    output_dir: Path
-    cell_seconds: float  # time limit
-    gpus_per_node: int  # for jobs
-    data: Settings | None  # flags of `data_gen synthetic`; its output is every cell's data
-    fixed: Settings
-    grid: Axes
-    exclude: tuple[Axes, ...]
-    include: tuple[Axes, ...]
-    changed: Axes  # settings that --set replaces in every cell
 
 
 @dataclass(frozen=True)
@@ -65,20 +39,31 @@ class Cell:
     """One run of a sweep."""
 
     name: str
-    settings: Settings  # all of them, fixed ones too
     ranks: int
-    flags: tuple[str, ...]  # training flags, without the output directory
+    flags: Settings  # training flags, without the output directory
     output_dir: Path
     config: TrainConfig
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """The training command line. A cell that runs again starts over."""
-        return (*self.flags, "--output_dir", str(self.output_dir), "--overwrite_output_dir", "True")
+    def words(self) -> list[str]:
+        """The flags on a command line. A cell that runs again starts over."""
+        return as_words({**self.flags, "output_dir": str(self.output_dir), "overwrite_output_dir": "True"})
 
 
-def wrong(path: Path, key: str, problem: str) -> ValueError:
-    return ValueError(f"{path}: {key}: {problem}")
+@dataclass(frozen=True)
+class Sweep:
+    """Contents of a sweep file."""
+
+    description: str
+    output_dir: Path
+    cell_seconds: float  # time limit
+    gpus_per_node: int  # for jobs
+    data: Namespace | None  # arguments of `data_gen synthetic`; cells read its output unless they name another
+    cells: tuple[Cell, ...]
+
+
+def as_words(flags: Settings) -> list[str]:
+    return [word for flag, value in flags.items() for word in (f"--{flag}", value)]
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------
@@ -87,37 +72,30 @@ def wrong(path: Path, key: str, problem: str) -> ValueError:
 def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
     """Reads a sweep file; `changes` are KEY=VALUE and override it. Errors are ValueErrors with file and key."""
     top = read_file(path, partial(yaml.load, Loader=TextLoader))
-    if not isinstance(top, dict):
-        raise ValueError(f"{path}: give `key: value` lines; keys are {', '.join(KEYS)}")
-    top, changed = _with_changes(path, top, changes)
-    for key in top:
-        if key not in KEYS:
-            raise wrong(path, key, f"unknown; keys are {', '.join(KEYS)}")
-    data = top.get("data")
-    if data is not None:
-        if not isinstance(data, dict) or not isinstance(data.get("output"), str):
-            raise wrong(path, "data", "give flags of data_gen synthetic, with output")
-        data = {**DATA_DEFAULTS, **data, "length": in_tokens(str(data.get("length")))}
-    return Sweep(
-        path=path,
-        description=str(top.get("description", path.stem)),
-        output_dir=Path(str(top.get("output_dir", f"outputs/sweeps/{path.stem}"))),
-        cell_seconds=_number(path, top, "timeout_seconds", HOUR),
-        gpus_per_node=int(_number(path, top, "gpus_per_node", 4)),
-        data=data,
-        fixed={key: word for key, (word,) in _axes(path, "fixed", top.get("fixed", {}), single=True).items()},
-        grid=_axes(path, "grid", top.get("grid", {})),
-        exclude=_entries(path, top, "exclude"),
-        include=_entries(path, top, "include"),
-        changed=_axes(path, "--set", changed),
-    )
+    try:
+        check_keys("", top, KEYS)
+        top, changed = _with_changes(top, changes)
+        output_dir = Path(str(top.get("output_dir", f"outputs/sweeps/{path.stem}")))
+        fixed = {key: word for key, (word,) in _axes("fixed", top.get("fixed", {}), most=1).items()}
+        data = None
+        if "data" in top:
+            flags = {short_name(key): word for key, (word,) in _axes("data", top["data"], most=1).items()}
+            data = data_parser().parse_args(["synthetic", *as_words(flags)])
+            fixed = {"data_path": str(data.output), **fixed}
+        return Sweep(
+            description=str(top.get("description", path.stem)),
+            output_dir=output_dir,
+            cell_seconds=_number(top, "timeout_seconds", 3600),
+            gpus_per_node=int(_number(top, "gpus_per_node", 4)),
+            data=data,
+            cells=_cells(top, fixed, _axes("--set", changed), output_dir),
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
-def _with_changes(path: Path, top: Mapping[str, Any], changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the file with the keys that changes replace, and the settings that every cell gets by the others.
-
-    A `data_path` replaces the file's own data.
-    """
+def _with_changes(top: Mapping[str, Any], changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the file with the keys that changes replace, and the settings that every cell gets by the others."""
     found, changed = dict(top), dict[str, Any]()
     for change in changes:
         key, given, text = change.partition("=")
@@ -131,117 +109,96 @@ def _with_changes(path: Path, top: Mapping[str, Any], changes: Sequence[str]) ->
             found[key] = value
         elif not key.startswith("data."):
             changed[key] = value
-            found = {word: old for word, old in found.items() if (key, word) != ("data_path", "data")}
         elif isinstance(found.get("data"), dict):
             found["data"] = {**found["data"], key.removeprefix("data."): value}
         else:
-            raise ValueError(f"--set {change}: {path} has no data of its own; set data_path to data made with data_gen")
+            raise ValueError(f"--set {change}: the file has no data; set data_path to data made with data_gen")
     return found, changed
 
 
-def flag_of(word: str) -> str:
-    """Returns the training flag of a setting."""
-    return OLDER_SPELLINGS.get(SHORT.get(word, word), SHORT.get(word, word))
-
-
-def in_tokens(text: str) -> str:
-    """Returns 4K as 4096; any other text is left for the trainer to refuse."""
-    try:
-        return str(parse_tokens(text))
-    except ValueError:
-        return text
-
-
-def _number(path: Path, top: Mapping[str, Any], key: str, default: float) -> float:
+def _number(top: Mapping[str, Any], key: str, default: float) -> float:
     try:
         value = float(top.get(key, default))
     except (TypeError, ValueError):
         value = 0.0
     if not 0 < value <= MOST_COUNT:
-        raise wrong(path, key, f"{top[key]!r:.80} is not a number above 0 and up to {MOST_COUNT:,}")
+        raise ValueError(f"{key}: {top[key]!r:.80} is not a number above 0 and up to {MOST_COUNT:,}")
     return value
 
 
-def _entries(path: Path, top: Mapping[str, Any], key: str) -> tuple[Axes, ...]:
-    value = top.get(key, [])
-    if not isinstance(value, list):
-        raise wrong(path, key, "give a list, with `-` before every entry")
-    return tuple(_axes(path, f"{key}[{place}]", entry) for place, entry in enumerate(value))
-
-
-def _axes(path: Path, where: str, value: object, single: bool = False) -> Axes:
-    """Returns the values of each setting; a single word counts as a list of one."""
+def _axes(where: str, value: object, most: int = MOST_COUNT) -> Axes:
+    """Returns up to `most` values of each setting; a single word counts as a list of one."""
     if not isinstance(value, dict):
-        raise wrong(path, where, "give `setting: value` lines")
+        raise ValueError(f"{where}: give `setting: value` lines")
     found: dict[str, tuple[str, ...]] = {}
     for key, given in value.items():
-        name, words = flag_of(key), given if isinstance(given, list) and not single else [given]
+        name, words = setting(OLDER_SPELLINGS.get(key, key)), given if isinstance(given, list) else [given]
         if key in OURS:
-            raise wrong(path, f"{where}.{key}", "every cell gets its own; leave it out")
+            raise ValueError(f"{where}.{key}: every cell gets its own; leave it out")
         if name in found:
-            raise wrong(path, f"{where}.{key}", f"{name} is given twice")
-        if not words or not all(isinstance(word, str) for word in words) or len({*words}) < len(words):
-            remedy = "give one value" if single else "give one value, or a list without repeats"
-            raise wrong(path, f"{where}.{key}", f"{remedy}; put JSON in quotes")
-        found[name] = tuple(in_tokens(word) if name == "model_max_length" else word for word in words)
+            raise ValueError(f"{where}.{key}: {name} is given twice")
+        if not 0 < len(words) <= most or not all(isinstance(word, str) for word in words):
+            remedy = "give one value" if most == 1 else "give one value or a list"
+            raise ValueError(f"{where}.{key}: {remedy}; put JSON in quotes")
+        if name == "model_max_length":
+            words = [str(parse_tokens(word, f"{where}.{key}")) for word in words]
+        found[name] = tuple(words)
     return found
 
 
 # ---- the cells ------------------------------------------------------------------------------------------------------
 
 
-def expand(sweep: Sweep) -> list[Cell]:
-    """Returns every cell, in the order of the file. Raises ValueError for a cell that the trainer would refuse."""
-    grid = list(_combinations(sweep, sweep.grid)) if sweep.grid else []
-    for place, entry in enumerate(sweep.exclude):
-        kept = [each for each in grid if not all(each.get(key) in values for key, values in entry.items())]
-        if len(kept) == len(grid) and not sweep.changed:
-            raise wrong(sweep.path, f"exclude[{place}]", "matches no cell that remains of the grid")
-        grid = kept
-    included = [settings for entry in sweep.include for settings in _combinations(sweep, entry)]
+def _cells(top: Mapping[str, Any], fixed: Settings, changed: Axes, output_dir: Path) -> tuple[Cell, ...]:
+    """Returns the cells: the grid without exclude, then include. `changed` replaces settings in all of them.
+
+    A name consists of all settings that the grid or an include names. It does not change as the grid grows.
+    """
+    grid = _axes("grid", top.get("grid", {}))
+    include = [_axes(f"include[{place}]", entry) for place, entry in enumerate(top.get("include", []))]
+    several = {key: words for key, words in changed.items() if len(words) > 1}
+
+    def combinations(axes: Axes) -> list[Settings]:
+        axes = {**axes, **changed}
+        return [{**fixed, **dict(zip(axes, words, strict=True))} for words in itertools.product(*axes.values())]
+
+    found = combinations(grid) if grid else []
+    for place, entry in enumerate(top.get("exclude", [])):
+        axes = _axes(f"exclude[{place}]", entry)
+        kept = [each for each in found if not all(each.get(key) in words for key, words in axes.items())]
+        if len(kept) == len(found) and not changed:
+            raise ValueError(f"exclude[{place}]: matches no cell that remains of the grid")
+        found = kept
+    named = dict.fromkeys(key for axes in (grid, *include, several) for key in axes)
     cells: dict[str, Cell] = {}
-    for settings in [*grid, *included]:
-        cell = make_cell(sweep, settings)
-        if cells.setdefault(cell.name, cell).settings != cell.settings:
-            raise wrong(sweep.path, cell.name, "two cells have this name; make their settings differ in more")
+    for settings in [*found, *itertools.chain.from_iterable(map(combinations, include))]:
+        own = [key for key in named if key in grid or key in several or settings.get(key) != fixed.get(key)]
+        name = "_".join(_part_of_name(key, settings.get(key, "")) for key in own) or "only"
+        cell = _cell(name, settings, output_dir / name)
+        if cells.setdefault(name, cell) != cell:
+            raise ValueError(f"{name}: two cells have this name; make their settings differ in more")
     if not cells:
-        raise wrong(sweep.path, "grid", "no cell is left; give settings in grid or include")
-    return list(cells.values())
+        raise ValueError("grid: no cell is left; give settings in grid or include")
+    return tuple(cells.values())
 
 
-def _combinations(sweep: Sweep, axes: Axes) -> Iterator[Settings]:
-    axes = {**axes, **sweep.changed}
-    for values in itertools.product(*axes.values()):
-        yield {**sweep.fixed, **dict(zip(axes, values, strict=True))}
+def _part_of_name(key: str, value: str) -> str:
+    """Returns a setting as a part of a cell's name: `length-4096`, but a model without its folder or owner."""
+    is_model = key == "model_name_or_path"
+    text = re.sub(r"[^\w.+-]+", "-", value.rsplit("/", 1)[-1] if is_model else value).strip("-") or "none"
+    return text if is_model else f"{short_name(key)}-{text}"
 
 
-def make_cell(sweep: Sweep, settings: Settings) -> Cell:
-    name = cell_name(sweep, settings)
-    if sweep.data is not None:
-        if "data_path" in settings:
-            raise wrong(sweep.path, "data", "data_path is given too; give one of them")
-        settings = {**settings, "data_path": sweep.data["output"]}
-    ranks, dtype = settings.get("ranks", "1"), settings.get("dtype", "float32")
+def _cell(name: str, settings: Settings, output_dir: Path) -> Cell:
+    """Returns a cell. Raises ValueError if the trainer would refuse it."""
+    ranks, dtype = settings.get("world_size", "1"), settings.get("dtype", "float32")
     if not re.fullmatch(r"[1-9][0-9]{0,5}", ranks):
-        raise wrong(sweep.path, "ranks", f"{ranks!r:.80} is not a number of processes")
+        raise ValueError(f"ranks: {ranks!r:.80} is not a number of processes")
     if dtype not in DTYPES or ("dtype" in settings and {"bf16", "fp16"} & settings.keys()):
-        raise wrong(sweep.path, "dtype", f"{dtype!r}: give one of {', '.join(DTYPES)}, without bf16 and fp16")
-    flags = [word for key, value in settings.items() if key not in ("ranks", "dtype") for word in (f"--{key}", value)]
-    output_dir = sweep.output_dir / name
+        raise ValueError(f"dtype: {dtype!r}: give one of {', '.join(DTYPES)}, without bf16 and fp16")
+    flags = {**DTYPES[dtype], **{key: word for key, word in settings.items() if key not in ("world_size", "dtype")}}
     try:
-        config = parse([*DTYPES[dtype], *flags, "--output_dir", str(output_dir)], PROGRAM)
+        config = parse([*as_words(flags), "--output_dir", str(output_dir)], PROGRAM)
     except ValueError as error:
-        raise wrong(sweep.path, name, str(error)) from None
-    return Cell(name, settings, int(ranks), (*DTYPES[dtype], *flags), output_dir, config)
-
-
-def cell_name(sweep: Sweep, settings: Settings) -> str:
-    """Names a cell by all settings that the grid or an include names. It does not change as the grid grows."""
-    words = []
-    several = {key: words for key, words in sweep.changed.items() if len(words) > 1}
-    for key in dict.fromkeys(key for axes in (sweep.grid, *sweep.include, several) for key in axes):
-        if key in sweep.grid or key in several or settings.get(key) != sweep.fixed.get(key):
-            is_model, value = key == "model_name_or_path", settings.get(key, "")
-            text = re.sub(r"[^\w.+-]+", "-", value.rsplit("/", 1)[-1] if is_model else value).strip("-") or "none"
-            words.append(text if is_model else f"{LABELS.get(key, key)}-{text}")
-    return "_".join(words) or "only"
+        raise ValueError(f"{name}: {error}") from None
+    return Cell(name, int(ranks), flags, output_dir, config)

@@ -364,12 +364,12 @@ def test_a_wrong_figure_is_one_line_and_exit_2(
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_files_of_this_repository_name_a_sweep_and_its_settings(path: Path) -> None:
-    from launch.sweep_file import expand, read_sweep
+    from launch.sweep_file import read_sweep
 
     file = read_plots(path)
     sweep = read_sweep(ROOT / "launch" / "sweeps" / f"{path.stem}.yaml")
     assert file.runs == (sweep.output_dir,)
-    known = {"world_size", "step", "tokens_per_rank"} | {key for cell in expand(sweep) for key in cell.settings}
+    known = {"world_size", "step", "tokens_per_rank"} | {key for cell in sweep.cells for key in cell.flags}
     for each in file.plots:
         assert {each.x, *(each.series or ()), *each.where} <= known, each.name
     sizes = {"model_name_or_path", "model_max_length", "tokens_per_rank"}

@@ -165,8 +165,10 @@ def test_what_was_trained_on_the_page_was_measured() -> None:
 
 def test_the_table_of_shared_prefixes_is_of_its_records() -> None:
     names = {"llama3.2-1b": "1B", "qwen3.5-4b": "Qwen3.5-4B"}  # others are Qwen3-4B's shape
-    found = [x for file in ("1xh200", "2xh200", "qwen3.5-4b-2xh200") for x in records(f"shared-prefix-{file}")]
-    assert len(table("Rows that share a prefix").rows) == 11
+    found = [
+        x for file in ("1xh200", "2xh200", "4xh200", "qwen3.5-4b-2xh200") for x in records(f"shared-prefix-{file}")
+    ]
+    assert len(table("Rows that share a prefix").rows) == 13
     model = world = ""
     for where, shape, *shown in table("Rows that share a prefix").rows:
         if where:
@@ -175,7 +177,7 @@ def test_the_table_of_shared_prefixes_is_of_its_records() -> None:
             record.get("form", "fit"): record
             for record in found
             if names.get(record["model"], "4B") == model
-            and record["world"] == {"one": 1, "two": 2}[world]
+            and record["world"] == {"one": 1, "two": 2, "four": 4}[world]
             and record["shape"] == shape.replace(" x (", "x").replace(" + ", "+").rstrip(")")
         }
         rows, tree = of["rows"], of["tree"]

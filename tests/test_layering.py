@@ -34,7 +34,8 @@ FLOORS = (
     ("lightseq.tools",),
     ("llama2", "llama3"),
     ("lightseq.cli",),
-    ("lightseq.__main__", "data_gen", "launch", "analysis"),
+    ("lightseq.__main__", "data_gen", "analysis"),
+    ("launch",),
 )
 FLOOR = {package: number for number, row in enumerate(FLOORS) for package in row}
 

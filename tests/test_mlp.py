@@ -197,7 +197,9 @@ class Alive(TorchDispatchMode):
         if isinstance(result, Tensor) and result.untyped_storage().nbytes() == self.elements * result.element_size():
             self._there.append(weakref.ref(result))
         if op in (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm_.default):
-            self.most = max(self.most, len({x.data_ptr() for ref in self._there if (x := ref()) is not None}))
+            self.most = max(
+                self.most, len({x.untyped_storage().data_ptr() for ref in self._there if (x := ref()) is not None})
+            )
         return result
 
 

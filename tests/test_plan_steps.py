@@ -115,6 +115,27 @@ def test_packed_rows_are_planned_within_five_percent_and_ten(record: dict[str, A
     assert one_document.step_seconds > 1.1 * record["step_seconds"]
 
 
+@pytest.mark.slow
+def test_states_and_heads_of_hybrids_are_planned_within_five_percent_and_ten() -> None:
+    planned: dict[tuple[int, str], float] = {}
+    for record in ours("step-qwen3.5-9b-4xh200"):
+        recurrent = record["label"].partition("recurrent_schedule ")[2].rstrip(")")
+        flags = [
+            "--model_max_length",
+            str(record["length"]),
+            "--remat",
+            record["remat"],
+            "--recurrent_schedule",
+            recurrent,
+        ]
+        config = parse([*NEEDED, "--bf16", *flags], "").resolve_memory_flags(on_gpu=True)
+        plan = make_plan(PlannedRun(model_of("qwen3.5-9b")[1], config, hardware_of(record, record["world"])))
+        check_plan(plan, record)
+        planned[record["length"], recurrent] = plan.step_seconds
+    assert len(planned) == 4
+    assert all(planned[length, "chain"] < planned[length, "heads"] for length, _ in planned)
+
+
 def four_bits(record: dict[str, Any]) -> PlannedRun:
     words = record["trial_command"].split()
     words = [*words[words.index("llama3/train.py") + 1 :], "--remat", record["remat"]]

@@ -1,5 +1,6 @@
 """Failures on one rank or at a vLLM server while completions are generated end all ranks with the same line."""
 
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -82,6 +83,16 @@ def one_rank_fails(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return rollouts(prompts, trainer)
 
 
+def one_rank_exits(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    if dist.get_rank() == 1:
+        sys.exit("no sandbox")
+    return rollouts(prompts, trainer)
+
+
+def exits(completions: list[Any], **_: Any) -> list[float]:
+    sys.exit("no sandbox")
+
+
 def one_rank_forgets(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return rollouts(prompts[:1] if dist.get_rank() == 1 else prompts, trainer)
 
@@ -124,7 +135,7 @@ def with_stuck_server(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return rollouts(prompts, trainer)
 
 
-def run(source: Any, size: int, **options: Any) -> str:
+def run(source: Any, size: int, reward: Any = rewards, **options: Any) -> str:
     """Trains for one step on completions of a server or of a rollout function. Returns the error."""
     is_server, uses_server = isinstance(source, type), isinstance(source, type) or source is with_stuck_server
     vllm_generation.is_vllm_available = lambda *_, **__: True  # type: ignore[assignment]
@@ -135,7 +146,7 @@ def run(source: Any, size: int, **options: Any) -> str:
         trainer = SequenceParallelGRPOTrainer(
             fresh_model(),
             args=GRPOConfig(**common(folder, per_device_train_batch_size=4, **settings, **server, **options)),
-            reward_funcs=rewards,
+            reward_funcs=reward,
             train_dataset=prompts(),
             processing_class=tokenizer(),
             rollout_func=None if is_server else source,
@@ -144,7 +155,7 @@ def run(source: Any, size: int, **options: Any) -> str:
         before = [p.detach().clone() for p in trainer.model.parameters()]
         try:
             trainer.train()
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, SystemExit) as error:
             assert all(p.equal(old) for p, old in zip(trainer.model.parameters(), before, strict=True))
             return f"{type(error).__name__}: {error}"
     return ""
@@ -167,6 +178,7 @@ CASES: dict[Any, tuple[dict[str, Any], str]] = {
     StuckServer: ({}, "SharedError: ConnectionError: no update"),
     ForeignServer: ({}, "ValueError: the log-probabilities that vLLM returned differ from the trainer's by 4."),
     one_rank_fails: ({}, "SharedError: generation failed on rank 1: KeyError: 'answer'"),
+    one_rank_exits: ({}, "SharedError: generation failed on rank 1: SystemExit: no sandbox"),
     one_rank_forgets: ({}, "SharedError: generation failed on rank 1: ValueError: 1 completions were returned for 2 "),
     with_stuck_server: ({}, "SharedError: generation failed on rank 0: ConnectionError: no update"),
     no_dict: ({}, "SharedError: generation failed on rank 0: ValueError: rollout_func returned a list; return a dict "),
@@ -196,6 +208,15 @@ def test_all_ranks_raise_what_fails_on_one_before_an_update(world: int, size: in
     wanted = [line for _, line in CASES.values()]
     for found in spawn(world, errors, size, {source: options for source, (options, _) in CASES.items()}):
         assert [line[: len(start)] for line, start in zip(found, wanted, strict=True)] == wanted
+
+
+def scored_by_exit(rank: int) -> str:
+    return run(rollouts, 2, reward=exits)
+
+
+def test_no_rank_waits_for_a_reward_function_that_exits() -> None:
+    first, second = spawn(2, scored_by_exit)
+    assert (first, second) == ("SystemExit: no sandbox", f"RuntimeError: a reward function failed on rank 0: {first}")
 
 
 def accepted(rank: int) -> list[str]:

@@ -1,12 +1,12 @@
 """Reading of sweep files: their cells and refusals."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from launch.sweep_file import Cell, expand, read_sweep
-from launch.sweep_records import comparable
-from launch.sweep_run import slurm_command
+from launch.sweep_file import Cell, read_sweep
+from launch.sweep_run import comparable, slurm_command
 from lightseq.config.command_line import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,11 +21,11 @@ def write(directory: Path, text: str) -> Path:
     return path
 
 
-def cells_of(directory: Path, text: str) -> list[Cell]:
-    return expand(read_sweep(write(directory, f"fixed: {{{FIXED}}}\n{text}")))
+def cells_of(directory: Path, text: str) -> Sequence[Cell]:
+    return read_sweep(write(directory, f"fixed: {{{FIXED}}}\n{text}")).cells
 
 
-def names(cells: list[Cell]) -> list[str]:
+def names(cells: Sequence[Cell]) -> list[str]:
     return [cell.name for cell in cells]
 
 
@@ -80,12 +80,8 @@ def test_words_reach_the_flags_as_typed(tmp_path: Path) -> None:
         ("grid: {schedule: [ring}", " line 2: "),
         ("grid: [ring]", "grid: give `setting: value` lines"),
         ("grid: {ranks: 1}\ninclude: [{ranks: 2}, ring]", "include[1]: give `setting: value` lines"),
-        ("grid: {schedule: []}", "grid.schedule: give one value, or a list without repeats"),
-        ("grid: {schedule: [ring, ring]}", "grid.schedule: give one value, or a list without repeats"),
-        (
-            "grid: {rope_scaling: [{factor: 2}]}",
-            "grid.rope_scaling: give one value, or a list without repeats; put JSON in quotes",
-        ),
+        ("grid: {schedule: []}", "grid.schedule: give one value or a list"),
+        ("grid: {rope_scaling: [{factor: 2}]}", "grid.rope_scaling: give one value or a list; put JSON in quotes"),
         ("grid: {output_dir: [a]}", "grid.output_dir: every cell gets its own"),
         ("grid: {model: [a-llama3], model_name_or_path: [b]}", "grid.model_name_or_path: model_name_or_path is given"),
         ("grid: {ranks: [0]}", "ranks: '0' is not a number of processes"),
@@ -96,13 +92,16 @@ def test_words_reach_the_flags_as_typed(tmp_path: Path) -> None:
         ),
         ("grid: {schedule: [ringg]}", "schedule-ringg: --schedule 'ringg' is unknown; choose from auto, ring"),
         ("grid: {batch: [0]}", "batch-0: --per_device_train_batch_size 0: give at least 1"),
-        ("grid: {length: [4KB]}", "length-4KB: --model_max_length: 4KB is not a number of tokens"),
+        ("grid: {length: [4KB]}", "grid.length 4KB is not a number of tokens"),
         ("grid: {ranks: [1]}\nexclude: [{ranks: 2}]", "exclude[0]: matches no cell"),
-        ("grid: {ranks: [1]}\nexclude: {ranks: 1}", "exclude: give a list"),
+        ("grid: {ranks: [1]}\nexclude: {ranks: 1}", "exclude[0]: give `setting: value` lines"),
         ("grid: {ranks: [1]}\nexclude: [{ranks: 1}]", "grid: no cell is left"),
         ("", "grid: no cell is left; give settings in grid or include"),
         ("grid: {ranks: 1}\ntimeout_seconds: soon", "timeout_seconds: 'soon' is not a number above 0"),
-        ("grid: {ranks: 1}\ndata: {kind: zipf}", "data: give flags of data_gen synthetic, with output"),
+        (
+            "grid: {ranks: 1}\ndata: {kind: zipf}",
+            "the following arguments are required: --documents, --length, --output; python3 -m data_gen",
+        ),
         ("grid: {tokenizer: [a/b, a-b]}", "tokenizer-a-b: two cells have this name"),
     ],
 )
@@ -121,15 +120,14 @@ def test_a_list_among_the_fixed_settings_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_trainer_takes_every_cell_of_the_shipped_sweeps(path: Path) -> None:
     sweep = read_sweep(path)
-    cells = expand(sweep)
-    assert len(cells) > 5
-    for cell in cells:
+    assert len(sweep.cells) > 5
+    for cell in sweep.cells:
         config = parse(cell.words, "lightseq train")
         assert config.output_dir == str(cell.output_dir) and config.random_init and config.max_steps
         assert sweep.data is not None
-        assert config.model_max_length <= int(sweep.data["length"]), "a document of the data is a whole sequence"
+        assert config.model_max_length <= sweep.data.length, "a document of the data is a whole sequence"
         words = VOCABULARY.get(config.model_name[:6], 128256)
-        assert int(sweep.data["vocab_size"]) <= words, "its ids are words of the model"
+        assert sweep.data.vocab_size <= words, "its ids are words of the model"
         slurm_command(sweep, cell)
 
 
@@ -149,8 +147,8 @@ def test_a_change_replaces_a_setting_anywhere_in_the_file(change: str, expected:
     text = "grid: {ranks: 1, seed: [1, 2]}\nexclude: [{seed: 2, ranks: 9}]\ninclude: [{ranks: 2, seed: 3}]"
     path = write(tmp_path, f"fixed: {{{FIXED}}}\n{text}")
     with pytest.raises(ValueError, match="matches no cell"):
-        expand(read_sweep(path))
-    assert names(expand(read_sweep(path, [change]))) == expected
+        read_sweep(path)
+    assert names(read_sweep(path, [change]).cells) == expected
 
 
 def test_changes_apply_to_fixed_flags_data_and_sweep_keys(tmp_path: Path) -> None:
@@ -159,15 +157,16 @@ def test_changes_apply_to_fixed_flags_data_and_sweep_keys(tmp_path: Path) -> Non
     path = write(tmp_path, f"{data}\nfixed: {{{fixed}}}\ngrid: {{length: [64, 128]}}\ninclude: [{{max_steps: 5}}]")
     changes = ["max_steps=9", "seed=7", "fsdp=", f"output_dir={tmp_path}", "timeout_seconds=5"]
     sweep = read_sweep(path, [*changes, "data.vocab_size=512", "data.length=2K", "data.output=data/b"])
-    assert {(c.config.max_steps, c.config.seed, c.config.fsdp) for c in expand(sweep)} == {(9, 7, "")}
+    assert {(c.config.max_steps, c.config.seed, c.config.fsdp) for c in sweep.cells} == {(9, 7, "")}
     assert (sweep.output_dir, sweep.cell_seconds) == (tmp_path, 5)
-    flags = {"kind": "zipf", "documents": "4", "length": "2048", "vocab_size": "512", "seed": "0", "output": "data/b"}
-    assert sweep.data == flags
+    assert sweep.data is not None and {cell.config.data_path for cell in sweep.cells} == {"data/b"}
+    assert (sweep.data.length, sweep.data.vocab_size, sweep.data.seed) == (2048, 512, 0)
 
     sweep = read_sweep(path, ["data_path=data/mine"])  # instead of what the file would make
-    assert sweep.data is None and {cell.config.data_path for cell in expand(sweep)} == {"data/mine"}
-    with pytest.raises(ValueError, match=r"--set data.length=2K: .*sweep.yaml has no data of its own; set data_path"):
-        read_sweep(path, ["data_path=data/mine", "data.length=2K"])
+    assert {cell.config.data_path for cell in sweep.cells} == {"data/mine"}
+    path.write_text(path.read_text().replace(data, ""))
+    with pytest.raises(ValueError, match=r"--set data.length=2K: the file has no data; set data_path"):
+        read_sweep(path, ["data.length=2K"])
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,7 @@ def test_changes_apply_to_fixed_flags_data_and_sweep_keys(tmp_path: Path) -> Non
 def test_an_invalid_change_is_refused(change: str, said: str, tmp_path: Path) -> None:
     path = write(tmp_path, f"fixed: {{{FIXED}}}\ngrid: {{seed: [1, 2]}}")
     with pytest.raises(ValueError, match=said):
-        expand(read_sweep(path, [change]))
+        read_sweep(path, [change])
 
 
 def test_a_requeued_run_still_is_its_cell() -> None:

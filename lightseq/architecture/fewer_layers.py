@@ -13,7 +13,7 @@ from lightseq.parts.facts import distinct
 # Settings with the index of the first layer of another kind.
 FROM_FIRST: Final = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
 FROM_LAST: Final = ("num_kv_shared_layers",)
-LAST: Final = ("moe_layer_end_index",)  # the place of the last layer of a kind
+LAST: Final = ("moe_layer_end_index",)  # settings that name the last layer of a kind by its index
 PLACES: Final = ("moe_layers", "mlp_only_layers", "attn_layer_indices", "hybrid_layer_ids", "cross_attention_layers")
 
 

@@ -66,7 +66,7 @@ class Architecture:
     layers_share_inputs: bool  # all layers get the same arguments, such as RoPE, apart from the hidden states
     layers_share_keys: bool  # some layer attends to keys and values of another
     passes_documents: bool  # layers pass keyword arguments, and so packed documents, to attention
-    logit_transform: LogitTransform  # makes logits of the head's result
+    logit_transform: LogitTransform  # turns the head's output into logits: scale, soft cap
     total: int  # tied parameters count once
     sizes: tuple[int, ...]  # elements of each parameter tensor
     head: int  # weights of the LM head, tied or not

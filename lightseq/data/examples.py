@@ -122,7 +122,7 @@ class WindowExamples:
 
     def __getitem__(self, index: int) -> Example:
         document, start = locate_window(self.first_windows, index, self.length)
-        here = slice(start, start + self.length + 1)  # with the last target
+        here = slice(start, start + self.length + 1)  # one token more, the last target
         ids, targets = self.source.document(document)[here], self.source.targets_of(document)
         check_ids(ids, self.vocab_size, f"{self.source.path} document {document}", self.refused_ids)
         labels = ids if targets is None else np.where(targets[here], ids.astype(np.int64), IGNORE_INDEX)

@@ -8,7 +8,7 @@ from lightseq.utils.files import read_text
 from lightseq.utils.formatting import first_line
 
 TEXT_SUFFIXES: Final = (".txt", ".md")
-TEXT_BYTES: Final = 4 << 30  # a text is one document, in memory
+TEXT_BYTES: Final = 4 << 30  # limit of a file: each is one document, held in memory
 
 
 def read_text_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -78,7 +78,7 @@ class RowReport:
     padding_tokens: int = 0
     remarks: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)  # number of rows, and the first
     repeated_tokens: int = 0  # tokens of earlier turns, in examples of one answer each
-    first_examples: list[int] = dataclasses.field(default_factory=list)  # of each chat
+    first_examples: list[int] = dataclasses.field(default_factory=list)  # index of each chat's first example
     ignored_columns: dict[str, None] = dataclasses.field(default_factory=dict)  # in order
 
     def count(self, where: str, samples: Sequence[Sample]) -> None:

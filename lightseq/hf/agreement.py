@@ -16,7 +16,9 @@ from lightseq.utils.tensors import IGNORE_INDEX, upload
 
 BATCHES_BETWEEN_COMPARISONS: Final = 100
 BATCH_FACTS: Final = "batch_facts"  # key of `batch_facts` in a batch
-FACTS: Final = 8  # numbers of `batch_facts`
+# Places in `batch_facts`: rows and tokens a row, targets, checksum, the range of ids, and that of routed experts.
+ROWS, LENGTH, TARGETS, CHECKSUM, LOWEST_ID, HIGHEST_ID, LOWEST_EXPERT, HIGHEST_EXPERT = range(8)
+FACTS: Final = 8
 COUNTED_TOKENS: Final = "counted_tokens"  # key in a batch: tokens that router losses count; absent: all
 
 _HASHED_WORDS: Final = 2**21
@@ -26,9 +28,8 @@ _FACTORS: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  
 def batch_facts(input_ids: Tensor, shifted_labels: Tensor | None, others: Mapping[str, Tensor | None]) -> Tensor:
     """Returns what ranks sharing a batch must agree on, int64 (8,).
 
-    Its rows and tokens a row, targets, a checksum, the lowest and the highest token id, labels included, and the lowest
-    and the highest of its routed experts. The checksum covers `others`, too, such as masks, positions and images. The
-    result stays on the ids' device, so nothing synchronizes.
+    Token ids include labels. The checksum covers `others`, too, such as masks, positions and images. The result stays
+    on the ids' device, so nothing synchronizes.
     """
     checksum = ordered_hash(input_ids)
     targets, (lowest, highest) = checksum.new_zeros(()), (x.long() for x in input_ids.aminmax())
@@ -50,14 +51,14 @@ def add_to_checksum(facts: Tensor, tensors: Mapping[str, Tensor | None]) -> None
     for name, x in tensors.items():
         if x is not None:
             found = ordered_hash(x) + zlib.crc32(name.encode())
-            facts[3] = facts[3] * _FACTORS[0] + (
+            facts[CHECKSUM] = facts[CHECKSUM] * _FACTORS[0] + (
                 upload(found, facts.device) if found.is_cpu else found.to(facts.device)
             )
 
 
 def check_ids(facts: Tensor, vocabulary: int | None) -> None:
     """Raises ValueError, on every rank alike, for token ids or labels of a batch outside the model's vocabulary."""
-    lowest, highest = facts[4:6].tolist()
+    lowest, highest = facts[LOWEST_ID : HIGHEST_ID + 1].tolist()
     if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
         size = "" if vocabulary is None else f" of {vocabulary}"
         raise ValueError(
@@ -68,7 +69,7 @@ def check_ids(facts: Tensor, vocabulary: int | None) -> None:
 
 def routed_range(facts: Tensor) -> Tensor:
     """Returns the lowest and the highest of a batch's routed experts, over all ranks that share it."""
-    return facts[6:]
+    return facts[LOWEST_EXPERT : HIGHEST_EXPERT + 1]
 
 
 def ordered_hash(x: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ def compare_batches(
     """
     state = context.forward_pass
     state.batches += 1
-    checksum = facts[3]
+    checksum = facts[CHECKSUM]
     if state.checksums is not None:
         checksum = checksum + state.checksums.to(checksum.device) * _FACTORS[0]
     state.checksums = checksum
@@ -134,7 +135,7 @@ def compare_batches(
         return
     state.checksums = None
     *rows, of_all = torch.cat([facts, checksum.unsqueeze(0)]).tolist()
-    targets = rows[2]
+    targets = rows[TARGETS]
     divisor = None if num_items is None else float(num_items)
     own_targets = None if labels is None else float((labels != IGNORE_INDEX).sum())
     everyone: list[Any] = [None] * context.layout.world

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightseq.attention.context import SequenceContext
 from lightseq.distributed.averaging import find_averaging, trainer_scales_loss
-from lightseq.hf.agreement import FACTS
+from lightseq.hf.agreement import FACTS, TARGETS
 
 
 def find_gradient_factor(
@@ -43,7 +43,7 @@ def find_gradient_factor(
         )
     factor = len(ranks)
     if len(averaging.ranks) > factor and num_items is not None and facts.shape == (FACTS,):
-        targets = int(facts[2])
+        targets = int(facts[TARGETS])
         differs = float(num_items) != max(targets, 1)
         answers = torch.tensor([differs, targets == 0], dtype=torch.int32, device=context.config.device)
         for group in averaging.groups:

@@ -49,7 +49,7 @@ class LocalImages:
 
     kept: Tensor  # int64 on the CPU: indices of this rank's features among the features of its images
     sizes: tuple[int, ...] | None  # features of each image that this rank runs; None if it runs all
-    total: int  # number of features of all its images
+    total: int  # features of all the rank's images
     positions: Tensor  # positions of this rank's tokens in their document, int64 (batch or 1, local)
     blocks: ImageBlocks | None  # image blocks for attention with later tokens of an image
 

@@ -14,7 +14,7 @@ from lightseq.utils import quiet_transformers  # noqa: F401  first, because the 
 from transformers import PreTrainedModel
 
 from lightseq.attention.context import SequenceContext
-from lightseq.hf.agreement import BATCH_FACTS
+from lightseq.hf.agreement import BATCH_FACTS, LENGTH
 from lightseq.hf.record import record_of
 from lightseq.models.decoder import transformers_model
 from lightseq.parts import loss
@@ -109,7 +109,7 @@ def gather_tokens(
     explains `gradient_factor`.
     """
     whole = gather_padded_tokens(context, values, batch, gradient_factor)
-    return whole[:, : int(batch[BATCH_FACTS][1])]  # on GPUs the host waits for the length
+    return whole[:, : int(batch[BATCH_FACTS][LENGTH])]  # on GPUs the host waits for the length
 
 
 def gather_padded_tokens(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightseq.attention.context import SequenceContext
-from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, add_to_checksum
+from lightseq.hf.agreement import BATCH_FACTS, COUNTED_TOKENS, TARGETS, add_to_checksum
 from lightseq.hf.images import check_text
 from lightseq.hf.shard_batch import shard_batch
 from lightseq.parts.router_replay import ROUTED_EXPERTS
@@ -67,7 +67,7 @@ def shard_rows(
         weights=upload(context.sequence.shard(sums, documents=documents), target),
     )
     count = sum(int(np.count_nonzero(x)) for x in predicted)
-    batch[BATCH_FACTS][2] = count  # lets the model detect a divisor set by the user
+    batch[BATCH_FACTS][TARGETS] = count  # lets the model detect a divisor set by the user
     return batch | {
         "documents": replace(documents, rows=rows_of_trees),
         "num_items_in_batch": torch.full_like(batch["num_items_in_batch"], max(count, 1)),

@@ -55,7 +55,7 @@ class RankAccelerator:
             self._share(ValueError(f"{counts}; return one for each, in order"))
         return torch.cat(self._gathered(torch.atleast_1d(tensor).cpu())).to(tensor.device)
 
-    def fail(self, error: Exception) -> NoReturn:
+    def fail(self, error: BaseException) -> NoReturn:
         """Raises the error of this rank on all ranks, if these wait in `gather` or failed too.
 
         Where a server is asked, they may wait in another collective. Then this rank alone raises, and the launcher ends
@@ -65,7 +65,7 @@ class RankAccelerator:
             raise error
         self._share(error)
 
-    def _share(self, error: Exception) -> NoReturn:
+    def _share(self, error: BaseException) -> NoReturn:
         text = f"generation failed on rank {self._accelerator.process_index}: {type(error).__name__}: {error}"
         try:
             self._gathered(Failure(str(error) if isinstance(error, SharedError) else text))

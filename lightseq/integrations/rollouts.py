@@ -198,7 +198,7 @@ class SharedRollouts:
             with replaced(vars(module), gather_object=gather_object):
                 try:
                     own = super()._generate(own_prompts, *args, **kwargs)  # type: ignore[misc]
-                except Exception as error:  # a user's function may raise anything
+                except (Exception, SystemExit) as error:  # a user's function may raise anything
                     ranks_apart.fail(error)
         parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, own, group=group)
@@ -261,7 +261,7 @@ class SharedRollouts:
         return found
 
     def _samples(self, rank: int) -> AbstractContextManager[None]:
-        """Returns a context that samples for one rank of this group, otherwise than before."""
+        """Seeds sampling for one rank of this group, with a new seed in every generation."""
         assert self._sequence_mesh is not None
         self._generations += 1
         group, step = self._sequence_mesh.get_local_rank(DATA), int(self.state.global_step)
@@ -283,7 +283,7 @@ class SharedRollouts:
                 with replaced(vars(_module_of(type(self))), gather=lambda x: x):
                     own = super()._calculate_rewards(*args, **kwargs).cpu()  # type: ignore[misc]
                 check_scores(self.reward_func_names, [isinstance(x, nn.Module) for x in functions], own)
-            except Exception as raised:  # a user's function may raise anything
+            except (Exception, SystemExit) as raised:  # a user's function may raise anything
                 error = raised
         text = None if error is None else f"{type(error).__name__}: {error}"
         found = gather_object([(own, text, random_states())])

@@ -18,7 +18,7 @@ from lightseq.memory.pinned import PinnedMemory
 from lightseq.memory.streamed_update import Piece, update_pieces
 
 PIECE_WEIGHTS = 1 << 25  # weights per piece; the pieces in flight take 1 GiB of GPU memory
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name: whether it is signed
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name of a moment: whether it can be negative
 
 
 class _Settings(NamedTuple):

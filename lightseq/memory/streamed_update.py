@@ -32,7 +32,7 @@ class Piece:
 
 
 class _Slot:
-    """Device buffers for a piece of one kind."""
+    """Device buffers for one piece: its tensors' dtypes and sizes are the piece's `kind`."""
 
     def __init__(self, piece: Piece, device: torch.device) -> None:
         self.buffers = [torch.empty(size, dtype=dtype, device=device) for dtype, size in piece.kind]

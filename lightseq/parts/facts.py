@@ -109,7 +109,7 @@ class Layer:
     intermediate: int  # elements per token between the linears of its MLP; 0 without an MLP
     parameters: int
     active: int  # weights that a token is multiplied by: linears, and the experts that it chooses
-    linears: int  # weights of its linears, which experts are not
+    linears: int  # weights of its linears, without stacked experts
     last_product: int  # part of `active`: the product that runs last, if a recomputation leaves it out
     gated_mlp: bool  # down(act(gate) * up) of plain linears, with an activation of parts/mlp.py
     mlp_is_last: bool  # only the residual sum follows the MLP, so no backward pass needs its output

@@ -15,12 +15,15 @@ from lightseq.kernels.fused.products import add_product, write_product
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.identity import is_unchanged
-from lightseq.parts.low_rank import LinearWeights, input_gradient, linear_weights
+from lightseq.parts.low_rank import LinearWeights, linear_weights
 from lightseq.parts.part import Choices, Part, Ranks
 from lightseq.parts.probes import MLP_LINEARS, is_gated_mlp
+from lightseq.parts.side_by_side import InputGradient, Outputs
 from lightseq.utils.checkpoint_context import is_recomputing, reuse_or_compute
 
 TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
+
+GATE, UP = 0, 1  # among the linears that share the MLP's input
 
 
 class Activation(NamedTuple):
@@ -133,17 +136,21 @@ def _gated_mlp(
     ends_layer: bool,
 ) -> Tensor:
     """Computes a gated MLP in tiles. A checkpoint stores the output if it is needed."""
-    gate_IH, up_IH, down_HI = _unflatten_linears(tensors, scales)
 
     def compute() -> tuple[Tensor]:
         out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
         if ends_layer and is_recomputing():
             return (out,)
+        *gate_and_up, down_HI = _unflatten_linears(tensors, scales)
+        first, second = Outputs(gate_and_up), Outputs([down_HI])
         for rows in tiles(len(x_NH), tile_tokens):
-            gate, up = gate_IH.forward(x_NH[rows]), up_IH.forward(x_NH[rows])
+            x = first.joined(x_NH[rows])
+            act = second.buffer(x)
+            gate, up = second.inputs(act), first.product(x, UP)
+            first.product(x, GATE, out=gate)
             _act_mul(gate, up, gate, activation)
-            down_HI.forward(gate, out=out[rows])
-            del gate, up  # before the next tile's are allocated
+            second.product(second.fill(act), 0, out=out[rows])
+            del x, act, gate, up  # before the next tile's are allocated
         return (out,)
 
     (out,) = compute() if ends_layer else reuse_or_compute(compute)
@@ -168,18 +175,20 @@ def _gated_mlp_stored(
 
     With `ends_layer` it stores no output, which is uninitialized memory in the recomputation.
     """
-    gate_IH, up_IH, down_HI = _unflatten_linears(tensors, scales)
     out = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
 
     def compute() -> tuple[Tensor, ...]:
-        gate, up = (out.new_empty(len(x_NH), len(linear.weight)) for linear in (gate_IH, up_IH))
+        *gate_and_up, down_HI = _unflatten_linears(tensors, scales)
+        first, second = Outputs(gate_and_up), Outputs([down_HI])
+        gate, up = (out.new_empty(len(x_NH), len(linear.weight)) for linear in gate_and_up)
         for rows in tiles(len(x_NH), tile_tokens):
-            gate_IH.forward(x_NH[rows], out=gate[rows])
-            up_IH.forward(x_NH[rows], out=up[rows])
-            act = torch.empty_like(gate[rows])
-            _act_mul(gate[rows], up[rows], act, activation)
-            down_HI.forward(act, out=out[rows])
-            del act
+            x = first.joined(x_NH[rows])
+            first.product(x, GATE, out=gate[rows])
+            first.product(x, UP, out=up[rows])
+            act = second.buffer(x)
+            _act_mul(gate[rows], up[rows], second.inputs(act), activation)
+            second.product(second.fill(act), 0, out=out[rows])
+            del x, act
         return (gate, up) if ends_layer else (gate, up, out)
 
     gate, up, *stored = reuse_or_compute(compute)
@@ -206,22 +215,36 @@ def _gated_mlp_backward(
 ) -> list[Tensor]:
     """Returns the gradients of x and of the tensors that train, in order. `stored` is gate and up, or empty."""
     linears = _unflatten_linears(tensors, scales)
-    gate_IH, up_IH, down_HI = linears
+    first, second = Outputs(linears[:2]), Outputs(linears[2:])
+    of_gate, of_up, of_down = map(InputGradient, linears)
     dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
     wanted = iter(
         [_GradientSum(x, len(x_NH) <= tile_tokens) if t else None for x, t in zip(tensors, trains, strict=True)]
     )
-    sums = [_LinearGradients(linear, *(next(wanted) for _ in linear.tensors)) for linear in linears]
+    sums = [_LinearGradients(*(next(wanted) for _ in linear.tensors)) for linear in linears]
+    for_gate, for_up, for_down = sums
     for rows in tiles(len(x_NH), tile_tokens):
-        x, dout = x_NH[rows], dout_NH[rows]
-        gate, up = (y[rows] for y in stored) if stored else (gate_IH.forward(x), up_IH.forward(x))
-        dgate, dup = (torch.empty_like(gate), torch.empty_like(up)) if stored else (gate, up)
-        act = input_gradient([down_HI], [dout], torch.empty_like(gate))
+        x, dout = first.joined(x_NH[rows]), of_down.joined(dout_NH[rows])
+        dgate_buffer, dup_buffer = of_gate.buffer(len(x)), of_up.buffer(len(x))
+        dgate, dup = of_gate.outputs(dgate_buffer), of_up.outputs(dup_buffer)
+        if stored:
+            gate, up = (y[rows] for y in stored)
+        else:
+            gate, up = first.product(x, GATE, out=dgate), first.product(x, UP, out=dup)
+        act_buffer = second.buffer(x)
+        act = of_down.write(dout, second.inputs(act_buffer))
         _act_mul_backward(gate, up, act, dgate, dup, activation)  # overwrites act with act(gate) * up
-        for total, dy, y_from in zip(sums, (dgate, dup, dout), (x, x, act), strict=True):
-            total.add(dy, y_from)
-        input_gradient([gate_IH, up_IH], [dgate, dup], dx[rows])
-        del gate, up, dgate, dup, act, dy, y_from
+        act = second.inputs(second.fill(act_buffer))
+        dgate_adapter = of_gate.adapter_output_gradient(of_gate.fill(dgate_buffer))
+        dup_adapter = of_up.adapter_output_gradient(of_up.fill(dup_buffer))
+        for_gate.add(dgate, first.inputs(x), dgate_adapter, first.adapter_output(x, GATE))
+        for_up.add(dup, first.inputs(x), dup_adapter, first.adapter_output(x, UP))
+        ddown_adapter = of_down.adapter_output_gradient(dout)
+        for_down.add(of_down.outputs(dout), act, ddown_adapter, second.adapter_output(act_buffer, 0))
+        of_gate.write(dgate_buffer, dx[rows])
+        of_up.add(dup_buffer, dx[rows])
+        del x, dout, gate, up, act, act_buffer, ddown_adapter  # before the next tile's are allocated
+        del dgate, dgate_buffer, dgate_adapter, dup, dup_buffer, dup_adapter
     return [dx, *(done for total in sums for done in total.finish())]
 
 
@@ -234,18 +257,18 @@ def _(_dout: Tensor, x_NH: Tensor, tensors: Sequence[Tensor], *others: Any) -> l
 class _LinearGradients(NamedTuple):
     """Gradients of a linear's tensors, summed over the tiles; None for one that does not train."""
 
-    linear: LinearWeights
     weight: "_GradientSum | None"
     a: "_GradientSum | None" = None
     b: "_GradientSum | None" = None
 
-    def add(self, dy: Tensor, x: Tensor) -> None:
+    def add(self, dy_NO: Tensor, x_NI: Tensor, dxa_NR: Tensor, xa_NR: Tensor) -> None:
+        """Adds a tile's gradients, of the output, its input, and both of the adapter in between."""
         if self.weight is not None:
-            self.weight.add(dy.T, x)
-        if self.a is not None and self.linear.b is not None:
-            self.a.add(self.linear.adapter_output_gradient(dy).T, x)
-        if self.b is not None and self.linear.a is not None:
-            self.b.add(dy.T, self.linear.adapter_output(x))
+            self.weight.add(dy_NO.T, x_NI)
+        if self.a is not None:
+            self.a.add(dxa_NR.T, x_NI)
+        if self.b is not None:
+            self.b.add(dy_NO.T, xa_NR)
 
     def finish(self) -> list[Tensor]:
         return [total.finish() for total in (self.weight, self.a, self.b) if total is not None]

@@ -254,13 +254,13 @@ def _finished_gradients(run: PlannedRun, group: int) -> float:
 def _tiled_mlp_bytes(run: PlannedRun, layer: Layer) -> float:
     """Returns the bytes of a tile's MLP-wide buffers and of the float32 gradients of the MLP's weights.
 
-    With adapters there are no such gradients, but the inputs and weights of the widest product side by side.
+    With adapters there are no such gradients, but five weights joined to them: gate and up forward, all three backward.
     """
     hidden, intermediate = layer.hidden, layer.intermediate
     if run.config.tiles_layers:  # a tile's own forward and backward pass
         return min(run.tokens, TILE_TOKENS) * max(run.costs(layer, "full").working.values())
     if run.adapter_parameters:
-        return (4 * TILE_TOKENS + hidden) * intermediate * run.itemsize
+        return (3 * TILE_TOKENS + 5 * hidden) * intermediate * run.itemsize
     return 3 * TILE_TOKENS * intermediate * run.itemsize + 3 * hidden * intermediate * FLOAT32_BYTES
 
 

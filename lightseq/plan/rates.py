@@ -61,6 +61,7 @@ MARGIN = 0.08  # share of a GPU left to drivers, libraries and fragmentation (me
 # Shares of the datasheet's peaks. Sources in parentheses: `points` is benchmarks/results/plan-steps.jsonl; `traces` are
 # profiles of 1B at 32K and of 8 layers of 8B at 128K on two H200 (`python3 -m analysis profile`).
 CHAIN_TIME = 1.35  # time of a scan over ranks / time of a scan on one rank (one trace, two H100)
+HEADS_TIME = 2.2  # the same with exchanged heads (Qwen3.5-9B at 32K and 128K on four H200: 2.1 and 2.3)
 MATRIX_SHARE = 0.70  # matrix products of layers and loss (points; traces: 0.68 and 0.73)
 ATTENTION_SHARE = 0.97  # speed inside a step beside the isolated layer's (schedule/timing.py; points)
 MEMORY_SHARE = 0.75  # GPU memory traffic (traces: compiled elementwise 0.80, AdamW 0.71)
@@ -93,8 +94,10 @@ FP8_TIME: Mapping[str | None, float] = {None: 1.0, "rowwise": 0.57, "tensorwise"
 FP8_CAST_BYTES: Mapping[str | None, float] = {None: 0.0, "rowwise": 25.0, "tensorwise": 16.0}
 # What linears with adapters move beside their products (counted in parts/low_rank.py). Per input: 3 elements
 # forward, to multiply x by A and to join both, and 2 backward; per output 5 backward. A checkpoint that runs a linear
-# again moves 3 more per input.
+# again moves 3 more per input. A tiled MLP moves fewer, counted in parts/mlp.py: it copies its input twice and its
+# output's gradient once, and writes the adapters' parts beside everything else.
 ADAPTER_ENDS, ADAPTER_REPEATS = 5, 3
+ADAPTER_MLP_HIDDEN, ADAPTER_MLP_INTERMEDIATE = 12, 7
 ADAPTER_WEIGHTS = 2  # per weight, read and written to join it with B, for every product
 # Launch time per tensor of optimizers that update one at a time (one run: torchao's 8-bit AdamW on 1B at 32K).
 UPDATE_LAUNCH_SECONDS = {"adamw_8bit": 0.55e-3, "adamw_torch_8bit": 0.55e-3}

@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
-from math import ceil
 
 from lightseq.architecture.flops import count_adapter_parameters, recompute_flops
 from lightseq.config.recurrent_schedules import HEADS
@@ -11,7 +10,6 @@ from lightseq.config.remat_policies import STORE_LINEARS, STORE_MLP
 from lightseq.memory.placement import RECOMPUTED, Placement
 from lightseq.parts.attention import caps_scores
 from lightseq.parts.facts import Attention, Layer, LinearMixer, attention_shape
-from lightseq.parts.mlp import TILE_TOKENS
 from lightseq.plan import rates
 from lightseq.plan.attention_memory import MAX_FLASH_DIM, takes_cublas
 from lightseq.plan.layer_costs import tiles_mlp
@@ -189,9 +187,9 @@ def _recurrence_seconds(run: PlannedRun) -> float:
 
 def _scan_seconds(run: PlannedRun, mixer: LinearMixer) -> float:
     """Returns the seconds of a mixer without attention in one forward pass."""
-    in_chain = mixer.scan_heads and run.sequence_ranks > 1 and run.config.recurrent_schedule != HEADS
-    chain = rates.CHAIN_TIME if in_chain else 1.0
-    work = run.tokens * mixer.token_flops / mixer.peak_share * chain
+    work = run.tokens * mixer.token_flops / mixer.peak_share
+    if mixer.scan_heads and run.sequence_ranks > 1:
+        work *= rates.HEADS_TIME if run.config.recurrent_schedule == HEADS else rates.CHAIN_TIME
     return work / run.hardware.chip.peak_flops
 
 
@@ -212,19 +210,20 @@ def _adapter_bytes(run: PlannedRun) -> float:
     """Returns the bytes that all layers move to join adapters to linears' inputs and weights, forward and backward."""
     if run.lora is None:
         return 0.0
-    config, rank, policy = run.config, run.lora.rank, run.config.remat_policy
-    weights, tiles = weights_of_products(run), ceil(run.tokens / TILE_TOKENS)
+    policy = run.config.remat_policy
     per_token = ends = 0.0
     for layer in run.layers:
-        repeated = _repeated_inputs(layer, policy) + (layer.linear_inputs if run.group_size > 1 else 0)
-        of_layer = layer.linear_inputs + layer.linear_outputs
-        ends += of_layer
-        per_token += rates.ADAPTER_ENDS * of_layer + rates.ADAPTER_REPEATS * repeated
-        if tiles_mlp(layer, config, run.tokens):
-            products = 8 if policy in ("attention", "full") else 6
-            weights += (tiles - 1) * layer.hidden * layer.intermediate * products
-    adapted = count_adapter_parameters(replace(run.lora, parameters=()), run.model) / (rank * ends)
-    return adapted * (per_token * run.tokens + rates.ADAPTER_WEIGHTS * weights) * run.itemsize
+        inputs, outputs = layer.linear_inputs, layer.linear_outputs
+        ends += inputs + outputs
+        repeated = _repeated_inputs(layer, policy) + (inputs if run.group_size > 1 else 0)
+        if tiles_mlp(layer, run.config, run.tokens):
+            per_token += rates.ADAPTER_MLP_HIDDEN * layer.hidden + rates.ADAPTER_MLP_INTERMEDIATE * layer.intermediate
+            inputs -= 2 * layer.hidden + layer.intermediate
+            outputs -= layer.hidden + 2 * layer.intermediate
+            repeated -= 2 * layer.hidden if policy in ("attention", "full") else 0
+        per_token += rates.ADAPTER_ENDS * (inputs + outputs) + rates.ADAPTER_REPEATS * repeated
+    adapted = count_adapter_parameters(replace(run.lora, parameters=()), run.model) / (run.lora.rank * ends)
+    return adapted * (per_token * run.tokens + rates.ADAPTER_WEIGHTS * weights_of_products(run)) * run.itemsize
 
 
 def _repeated_inputs(layer: Layer, policy: str) -> int:

@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 class Step(NamedTuple):
     """Links of one depth, computed together from the states of the depth above. Indices are on the device."""
 
-    summaries: Tensor  # their places among the summaries
+    summaries: Tensor  # indices of the links in the table of summaries
     rows: Tensor  # rows of their final states
     begin: Tensor  # rows of their initial states
 

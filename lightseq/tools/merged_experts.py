@@ -40,7 +40,7 @@ class ExpertsChange:
 
     a_EKI: Tensor
     b_EOK: Tensor
-    places: Tensor  # in (E, O), counted along both, of the tensor's outputs, for each of its experts if stacked
+    places: Tensor  # flat index into (E, O) of each output of the tensor; one row per expert if it is stacked
     transposed: bool  # the tensor has (inputs, outputs) of an expert
 
     @property
