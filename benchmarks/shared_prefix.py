@@ -55,8 +55,8 @@ from lightseq.models.decoder import decoder_layers, ids_of_text, text_config
 from lightseq.parts.adapters import lora_from_config
 from lightseq.parts.compilation import allow_graphs_per_length
 from lightseq.parts.facts import heads_of
-from lightseq.plan.document_lengths import Answers, answers_of
 from lightseq.schedule.nodes import Nodes
+from lightseq.tools.plan.answers import Answers, answers_of
 from lightseq.utils.tensors import IGNORE_INDEX
 
 EXAMPLES = """examples:

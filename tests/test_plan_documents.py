@@ -30,7 +30,6 @@ from lightseq.parts.facts import Attention
 from lightseq.plan import document_lengths, rates
 from lightseq.plan.document_lengths import (
     DocumentLengths,
-    answers_of,
     area_of_nodes,
     document_lengths_of,
     read_document_lengths,
@@ -40,6 +39,7 @@ from lightseq.plan.plan import plan_as_given
 from lightseq.plan.rates import CHIPS
 from lightseq.schedule.reach import sliding
 from lightseq.sequence.shared_prefixes import share_prefixes
+from lightseq.tools.plan.answers import answers_of
 from lightseq.training.build import choose_memory_settings
 from lightseq.training.inputs import prepare
 

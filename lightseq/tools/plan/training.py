@@ -30,12 +30,13 @@ from lightseq.parts.fp8 import check_hardware
 from lightseq.parts.packed_base import bits_of, held_as_stored, is_in_mxfp4, mark
 from lightseq.plan.advice import changes_to_fit, faster_change, longest
 from lightseq.plan.breakdown import GIB
-from lightseq.plan.document_lengths import answers_of, read_document_lengths
+from lightseq.plan.document_lengths import read_document_lengths
 from lightseq.plan.hardware import Hardware
 from lightseq.plan.make_plan import make_plan
 from lightseq.plan.rates import DEFAULT_CORES, MEASURED_ON, chip_named
 from lightseq.plan.run import PlannedRun
 from lightseq.schedule.auto import MAX_SEQUENCE_RANKS
+from lightseq.tools.plan.answers import answers_of
 from lightseq.tools.plan.report import record, tables
 from lightseq.training.find_teacher import check_vocabularies, teacher_source
 from lightseq.training.router_flags import make_routers
