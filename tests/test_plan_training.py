@@ -32,11 +32,12 @@ from lightseq.plan.memory import (
     saved_by_layer,
     state_bytes_on_host,
 )
-from lightseq.plan.plan import host_memory_for_layers, placement_of, plan_as_given
+from lightseq.plan.plan import placement_of, plan_as_given
 from lightseq.plan.rates import CHIPS, MARGIN, PROCESS_BYTES
 from lightseq.plan.run import PlannedRun
 from lightseq.plan.run import planned_run as run_on_this_machine
 from lightseq.tools.verify.machines import machine
+from lightseq.training.host_budget import host_memory_for_layers
 from lightseq.training.metrics import read_records
 from lightseq.training.setup_checks import warn_unreached
 

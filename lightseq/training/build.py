@@ -12,12 +12,13 @@ from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World, make_deterministic
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.plan.make_plan import plan_on_all_ranks
-from lightseq.plan.plan import Plan, host_memory_for_layers
+from lightseq.plan.plan import Plan
 from lightseq.plan.run import planned_run
 from lightseq.training.deepspeed_engine import DeepSpeedEngine
 from lightseq.training.device_memory import out_of_memory_handler
 from lightseq.training.engine import Engine
 from lightseq.training.fsdp_engine import FsdpEngine
+from lightseq.training.host_budget import host_memory_for_layers
 from lightseq.training.inputs import Inputs
 from lightseq.training.metrics import earlier_plan
 
