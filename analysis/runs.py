@@ -42,8 +42,10 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
+        """Whether the run has made all its steps, or stopped early because the evaluation loss no longer fell."""
         total = self.info.get("total_steps")
-        return not isinstance(total, int) or self.last_step >= total
+        stopped_early = section(self.info, "ended").get("reason") == "early_stopping"
+        return stopped_early or not isinstance(total, int) or self.last_step >= total
 
     @property
     def steps_before(self) -> int:

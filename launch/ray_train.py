@@ -41,9 +41,9 @@ def main(words: Sequence[str]) -> int:
 
 def train(own: argparse.Namespace, flags: list[str]) -> None:
     """Runs training with these flags. Raises ValueError for flags that training refuses, and without Ray."""
-    if own.max_failures and RESUME not in flags:
+    config = parse(flags, PROGRAM)
+    if own.max_failures and not config.resume_from_checkpoint:
         flags += [RESUME, "auto"]
-    parse(flags, PROGRAM)
     try:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer

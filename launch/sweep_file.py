@@ -75,7 +75,9 @@ def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
     try:
         check_keys("", top, KEYS)
         top, changed = _with_changes(top, changes)
-        output_dir = Path(str(top.get("output_dir", f"outputs/sweeps/{path.stem}")))
+        output_dir = top.get("output_dir", f"outputs/sweeps/{path.stem}")
+        if not isinstance(output_dir, str) or not output_dir:
+            raise ValueError(f"output_dir: {output_dir!r:.80} is not a directory")
         fixed = {key: word for key, (word,) in _axes("fixed", top.get("fixed", {}), most=1).items()}
         data = None
         if "data" in top:
@@ -84,11 +86,11 @@ def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
             fixed = {"data_path": str(data.output), **fixed}
         return Sweep(
             description=str(top.get("description", path.stem)),
-            output_dir=output_dir,
+            output_dir=Path(output_dir),
             cell_seconds=_number(top, "timeout_seconds", 3600),
-            gpus_per_node=int(_number(top, "gpus_per_node", 4)),
+            gpus_per_node=_whole_number(top, "gpus_per_node", 4),
             data=data,
-            cells=_cells(top, fixed, _axes("--set", changed), output_dir),
+            cells=_cells(top, fixed, _axes("--set", changed), Path(output_dir)),
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -124,6 +126,13 @@ def _number(top: Mapping[str, Any], key: str, default: float) -> float:
     if not 0 < value <= MOST_COUNT:
         raise ValueError(f"{key}: {top[key]!r:.80} is not a number above 0 and up to {MOST_COUNT:,}")
     return value
+
+
+def _whole_number(top: Mapping[str, Any], key: str, default: int) -> int:
+    value = _number(top, key, default)
+    if not value.is_integer():
+        raise ValueError(f"{key}: {top[key]!r:.80} is not a whole number")
+    return int(value)
 
 
 def _axes(where: str, value: object, most: int = MOST_COUNT) -> Axes:
@@ -185,8 +194,8 @@ def _cells(top: Mapping[str, Any], fixed: Settings, changed: Axes, output_dir: P
 def _part_of_name(key: str, value: str) -> str:
     """Returns a setting as a part of a cell's name: `length-4096`, but a model without its folder or owner."""
     is_model = key == "model_name_or_path"
-    text = re.sub(r"[^\w.+-]+", "-", value.rsplit("/", 1)[-1] if is_model else value).strip("-") or "none"
-    return text if is_model else f"{short_name(key)}-{text}"
+    text = re.sub(r"[^\w.+-]+", "-", Path(value).name if is_model else value).strip("-")
+    return (text.strip(".") or "none") if is_model else f"{short_name(key)}-{text or 'none'}"
 
 
 def _cell(name: str, settings: Settings, output_dir: Path) -> Cell:

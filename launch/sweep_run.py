@@ -1,10 +1,12 @@
 """Execution of a sweep's cells on this host or by Slurm, and their records in sweep.jsonl."""
 
 import json
+import math
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from analysis.runs import read_run
 from data_gen.__main__ import make_synthetic
 from launch.sweep_file import PROGRAM, Cell, Sweep
 from lightseq.config.train_config import TrainConfig
+from lightseq.distributed.job_launchers import without_rank
 from lightseq.distributed.rank_launcher import gpus_here, prepare_rank
 from lightseq.utils.files import read_json_object
 from lightseq.utils.formatting import plural
@@ -217,8 +220,7 @@ def run_here(sweep: Sweep, todo: list[Cell], at_once: int, gpus: Sequence[str], 
                     note(record)
     finally:
         for one in running:
-            one.process.kill()
-            one.process.wait()
+            end(one.process)
             note(replace(pending(one.cell), status="stopped"))
 
 
@@ -230,11 +232,11 @@ def start(cell: Cell, gpus: Sequence[str]) -> Running:
     print(f"{cell.name} runs; its log is {log}", flush=True)
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [os.environ.get("PYTHON", sys.executable), *local_command(cell)],
+            [os.environ.get("PYTHON") or sys.executable, *local_command(cell)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **visible},
+            env={**without_rank(os.environ), **visible},
             start_new_session=True,  # Ctrl-C reaches this program only
             preexec_fn=prepare_rank,  # the kernel ends it with this program, as it ends the ranks with it
         )
@@ -249,8 +251,7 @@ def ended(running: Running, limit: float) -> Record | None:
     if status is None and seconds <= limit:
         return None
     if status is None:
-        running.process.kill()  # and with it its ranks
-        running.process.wait()
+        end(running.process)
         return replace(record, status="timeout", error=f"ran past {limit:g} s; raise timeout_seconds or --timeout")
     if status:
         log = (cell.output_dir / LOG).read_text(errors="replace")
@@ -258,6 +259,13 @@ def ended(running: Running, limit: float) -> Record | None:
     if not finished(cell):
         return replace(record, error="ended without an error, but run.json or steps of metrics.jsonl are missing")
     return replace(record, status="done")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kills a cell's processes: its ranks end with their launcher. PYTHON may be a script that runs an interpreter."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def cause(said: str) -> str | None:
@@ -278,7 +286,7 @@ def slurm_command(sweep: Sweep, cell: Cell) -> list[str]:
         raise ValueError(f"ranks: {cell.ranks} do not fill nodes of {per_node} GPUs; change ranks or gpus_per_node")
     nodes = cell.ranks // per_node
     options = (f"--job-name={cell.name}", f"--nodes={nodes}", f"--gpus-per-node={per_node}")
-    minutes = f"--time={-(-int(sweep.cell_seconds) // 60)}"
+    minutes = f"--time={math.ceil(sweep.cell_seconds / 60)}"
     return ["sbatch", *options, minutes, "launch/slurm/several_nodes.sbatch", "train", *cell.words]
 
 

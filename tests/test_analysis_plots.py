@@ -134,6 +134,12 @@ def test_training_time_counts_the_steps_that_a_run_made_itself(
     assert np.isfinite(run.unprofiled("step_seconds")).all(), "it traced none of them"
 
 
+def test_a_run_that_stopped_early_is_finished(tmp_path: Path) -> None:
+    for reason, finished in (("early_stopping", True), ("SIGTERM", False)):
+        info = about(total_steps=9, ended={"reason": reason, "step": 2})
+        assert read_run(write_run(tmp_path / reason, [record(1), record(2)], info), "run").is_finished == finished
+
+
 def test_training_time_of_an_unfinished_run_is_not_drawn(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = results / "runs" / "fa4-8192" / "metrics.jsonl"
     lines = path.read_text().splitlines()

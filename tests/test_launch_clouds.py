@@ -152,10 +152,12 @@ def test_ray_starts_no_worker_for_flags_that_training_refuses(capsys: pytest.Cap
 
 
 def test_runs_that_ray_starts_again_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ("", "--max_failures 1", "--max_failures 1 --resume_from_checkpoint c")
+    given = ("--resume_from_checkpoint c", "--resume-from-checkpoint=c")
+    options = ("", "--max_failures 1", *(f"--max_failures 1 {more}" for more in given))
     made = trainers_made(monkeypatch, *(f"{GIVEN} {more}" for more in options))
     assert [each.train_loop_config["flags"][6:] for each in made] == [
-        [], ["--resume_from_checkpoint", "auto"], ["--resume_from_checkpoint", "c"]
+        [], ["--resume_from_checkpoint", "auto"], ["--resume_from_checkpoint", "c"],
+        ["--resume-from-checkpoint=c"],
     ]  # fmt: skip
 
 

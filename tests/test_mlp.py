@@ -121,15 +121,18 @@ def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
 
 
 @pytest.mark.parametrize("store", [False, True])
-@pytest.mark.parametrize("targets", [MLP_LINEARS, ("gate_proj",), ("down_proj", "up_proj"), ()])
+@pytest.mark.parametrize(
+    ("targets", "alpha"),
+    [(MLP_LINEARS, 5), (("gate_proj",), 5), (("gate_proj",), 0), (("down_proj", "up_proj"), 5), ((), 5)],
+)
 def test_adapters_beside_the_weights_give_what_peft_gives(
-    targets: tuple[str, ...], store: bool, monkeypatch: pytest.MonkeyPatch
+    targets: tuple[str, ...], alpha: int, store: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, (x, dout) = module(), inputs()
     layer = nn.Module()
     layer.mlp = m
     if targets:
-        inject_adapter_in_model(LoraConfig(r=3, lora_alpha=5, target_modules=list(targets)), layer)
+        inject_adapter_in_model(LoraConfig(r=3, lora_alpha=alpha, target_modules=list(targets)), layer)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_("lora_" in name)
         nn.init.normal_(parameter)  # peft begins with B of zero

@@ -14,7 +14,7 @@ import pytest
 
 from lightseq.cli import main
 from lightseq.distributed import rank_launcher
-from lightseq.distributed.job_launchers import adopt_launcher
+from lightseq.distributed.job_launchers import adopt_launcher, without_rank
 from lightseq.distributed.rank_launcher import Launch, parse_launcher_flags, start_ranks
 
 # Variables of any launcher, which a test run may have been started with.
@@ -280,3 +280,5 @@ def test_a_launcher_is_known_by_its_variables(
 ) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, **variables})
     assert adopt_launcher() == is_rank
+    monkeypatch.setattr(os, "environ", without_rank({**os.environ, **variables}))
+    assert not adopt_launcher()

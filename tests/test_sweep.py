@@ -216,6 +216,33 @@ def test_stopping_ends_every_cell_that_runs(sweep_dir: Path) -> None:
     assert [r["status"] for r in records(sweep_dir).values()] == ["stopped", "stopped", "pending"]
 
 
+def test_cells_end_with_an_interpreter_that_a_script_started(sweep_dir: Path) -> None:
+    """Such a script is the process that the sweep starts, and does not end what it started."""
+    (sweep_dir / "python").rename(sweep_dir / "trainer")
+    program(sweep_dir / "python", f'{sweep_dir}/trainer "$@"; exit $?')
+    path = sweep(sweep_dir, "grid: {seed: [2]}")
+    process, below = started(sweep_dir, path)
+    try:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 130 and len(below) == 3 and all_end(below)
+        late = launch(sweep_dir, path, "--timeout", "4")
+        assert [r["status"] for r in records(sweep_dir).values()] == ["timeout"], late.stdout + late.stderr
+        assert all_end([int((sweep_dir / "out" / "seed-2" / "worker").read_text())])
+    finally:
+        for pid in filter(lives, below):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_cells_start_their_own_ranks_wherever_the_sweep_runs(sweep_dir: Path) -> None:
+    """A pod of Kubernetes has the variables of a rank."""
+    write_python_program(
+        sweep_dir / "python", TRAINER.replace("config = ", "assert 'RANK' not in os.environ\nconfig = ")
+    )
+    done = launch(sweep_dir, sweep(sweep_dir, "grid: {seed: 4}"), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_running_sweep_is_not_disturbed_and_a_killed_one_leaves_no_process(
     sweep_dir: Path, listed: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -56,6 +56,18 @@ def test_a_cell_keeps_its_name_when_the_grid_grows(tmp_path: Path) -> None:
     assert set(before) < set(after)
 
 
+def test_a_cell_is_named_after_its_model_and_stays_in_the_directory_of_the_sweep(tmp_path: Path) -> None:
+    cells = cells_of(tmp_path, "grid: {model: [models/a/, models/b/, ..]}")
+    assert names(cells) == ["a", "b", "none"]
+
+
+def test_a_job_may_take_as_long_as_its_cell(tmp_path: Path) -> None:
+    path = write(tmp_path, f"fixed: {{{FIXED}}}\ngrid: {{ranks: 1}}")
+    for seconds, minutes in (("0.5", "1"), ("60", "1"), ("60.5", "2")):  # no limit is 0 minutes
+        sweep = read_sweep(path, [f"timeout_seconds={seconds}"])
+        assert f"--time={minutes}" in slurm_command(sweep, sweep.cells[0])
+
+
 def test_words_reach_the_flags_as_typed(tmp_path: Path) -> None:
     """In plain YAML `no` is False, 10:12 a number in base 60 and 2e-5 a string."""
     (cell,) = cells_of(
@@ -98,6 +110,9 @@ def test_words_reach_the_flags_as_typed(tmp_path: Path) -> None:
         ("grid: {ranks: [1]}\nexclude: [{ranks: 1}]", "grid: no cell is left"),
         ("", "grid: no cell is left; give settings in grid or include"),
         ("grid: {ranks: 1}\ntimeout_seconds: soon", "timeout_seconds: 'soon' is not a number above 0"),
+        ("grid: {ranks: 1}\ngpus_per_node: 0.5", "gpus_per_node: '0.5' is not a whole number"),
+        ("grid: {ranks: 1}\noutput_dir: ''", "output_dir: '' is not a directory"),
+        ("grid: {ranks: 1}\noutput_dir: [a]", "output_dir: ['a'] is not a directory"),
         (
             "grid: {ranks: 1}\ndata: {kind: zipf}",
             "the following arguments are required: --documents, --length, --output; python3 -m data_gen",

@@ -158,15 +158,17 @@ def test_linears_that_cannot_be_cut_run_with_all_heads() -> None:
 
 
 def test_linears_side_by_side_equal_separate_ones() -> None:
-    """Adapters of other ranks and scales, and none."""
+    """Adapters of other ranks and scales, also 0, and none."""
     random = torch.Generator().manual_seed(0)
     x, w1, w2, w3, a1, a3, b1, b3 = (
         torch.randn(size, dtype=torch.float64, generator=random)
         for size in ((9, 6), (5, 6), (4, 6), (3, 6), (2, 6), (1, 6), (5, 2), (3, 1))
     )
-    linears = [LinearWeights(w1, a1, b1, 0.5), LinearWeights(w2), LinearWeights(w3, a3, b3, 3.0)]
-    each = torch.cat([linear.forward(x) for linear in linears], dim=1)
-    torch.testing.assert_close(concatenate_outputs(linears).forward(x), each, rtol=1e-12, atol=1e-12)
+    linears = [LinearWeights(w1), LinearWeights(w2), LinearWeights(w3, a3, b3, 3.0)]
+    for scale in (0.5, 0.0):
+        linears[0] = LinearWeights(w1, a1, b1, scale)
+        each = torch.cat([linear.forward(x) for linear in linears], dim=1)
+        torch.testing.assert_close(concatenate_outputs(linears).forward(x), each, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(concatenate_outputs(linears[1:2]).forward(x), each[:, 5:9], rtol=1e-12, atol=1e-12)
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import zlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from lightseq.distributed.environment import REFUSED, refuse_variable, whole_number_in
@@ -45,6 +46,13 @@ def adopt_launcher() -> bool:
             _translate(launcher)
             return True
     return "RAY_JOB_ID" in os.environ
+
+
+def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment whose process starts its own ranks, although a launcher may have started this one."""
+    ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "RAY_JOB_ID"}
+    ours |= {launcher.rank for launcher in (SRUN, *MPIRUN)}
+    return {name: value for name, value in environment.items() if name not in ours}
 
 
 def _in_batch_script() -> bool:

@@ -100,7 +100,7 @@ def concatenate_outputs(linears: Sequence[LinearWeights]) -> LinearWeights:
     adapted = [linear for linear in linears if linear.a is not None]
     if not adapted:
         return LinearWeights(weight)
-    scale = adapted[0].scale
+    scale = next((x.scale for x in adapted if x.scale), 1.0)
     parts = [weight.new_empty(len(x.weight), 0) if x.b is None else x.b * (x.scale / scale) for x in linears]
     return LinearWeights(weight, torch.cat([x.a for x in adapted if x.a is not None]), torch.block_diag(*parts), scale)
 

@@ -3,6 +3,7 @@
 Shape suffixes: N tokens, H hidden, I intermediate, R an adapter's rank.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Final, NamedTuple
@@ -111,17 +112,17 @@ def gated_mlp(
     and adapters accumulate over the tiles in float32 or wider, and frozen weights get none.
     """
     flat, tensors = x.reshape(-1, x.shape[-1]), [tensor for linear in linears for tensor in linear.tensors]
-    scales = [0.0 if linear.a is None else linear.scale for linear in linears]
+    scales = [math.nan if linear.a is None else linear.scale for linear in linears]
     given = flat, tensors, scales, activation, tile_tokens, ends_layer
     out = _gated_mlp_stored(*given)[0] if store else _gated_mlp(*given)
     return out.view(x.shape)
 
 
 def _unflatten_linears(tensors: Sequence[Tensor], scales: Sequence[float]) -> list[LinearWeights]:
-    """Rebuilds the linears that `gated_mlp` flattened; a scale of 0 stands for no adapter."""
+    """Rebuilds the linears that `gated_mlp` flattened; a scale of NaN stands for no adapter."""
     left = iter(tensors)
     return [
-        LinearWeights(next(left), next(left), next(left), scale) if scale else LinearWeights(next(left))
+        LinearWeights(next(left)) if math.isnan(scale) else LinearWeights(next(left), next(left), next(left), scale)
         for scale in scales
     ]
 
