@@ -88,7 +88,7 @@ def read_sweep(path: Path, changes: Sequence[str] = ()) -> Sweep:
             description=str(top.get("description", path.stem)),
             output_dir=Path(output_dir),
             cell_seconds=_number(top, "timeout_seconds", 3600),
-            gpus_per_node=_whole_number(top, "gpus_per_node", 4),
+            gpus_per_node=int(_number(top, "gpus_per_node", 4, is_whole=True)),
             data=data,
             cells=_cells(top, fixed, _axes("--set", changed), Path(output_dir)),
         )
@@ -118,21 +118,15 @@ def _with_changes(top: Mapping[str, Any], changes: Sequence[str]) -> tuple[dict[
     return found, changed
 
 
-def _number(top: Mapping[str, Any], key: str, default: float) -> float:
+def _number(top: Mapping[str, Any], key: str, default: float, is_whole: bool = False) -> float:
     try:
         value = float(top.get(key, default))
     except (TypeError, ValueError):
         value = 0.0
-    if not 0 < value <= MOST_COUNT:
-        raise ValueError(f"{key}: {top[key]!r:.80} is not a number above 0 and up to {MOST_COUNT:,}")
+    if not 0 < value <= MOST_COUNT or (is_whole and not value.is_integer()):
+        kind = "a whole number" if is_whole else "a number"
+        raise ValueError(f"{key}: {top[key]!r:.80} is not {kind} above 0 and up to {MOST_COUNT:,}")
     return value
-
-
-def _whole_number(top: Mapping[str, Any], key: str, default: int) -> int:
-    value = _number(top, key, default)
-    if not value.is_integer():
-        raise ValueError(f"{key}: {top[key]!r:.80} is not a whole number")
-    return int(value)
 
 
 def _axes(where: str, value: object, most: int = MOST_COUNT) -> Axes:

@@ -210,7 +210,7 @@ def test_no_tile_is_kept_while_the_next_one_is_made() -> None:
     """Counts tensors of a tile's length and the MLP's width: at most gate, up and the product exist at once."""
     m, (x, dout) = module(torch.bfloat16), inputs(torch.bfloat16)
     flat, dout = x.detach().flatten(0, 1), dout.flatten(0, 1)
-    tensors, scales, trains = list(weights(m)), [0.0] * 3, [False] * 3
+    tensors, scales, trains = list(weights(m)), [tiled.NO_ADAPTER] * 3, [False] * 3
     with torch.no_grad():
         stored = tiled._gated_mlp_stored._init_fn(flat, tensors, scales, "silu", 7, True)[1:]
     for operator, words, most in (
@@ -395,7 +395,7 @@ def test_the_operators_keep_torchs_contract(name: str) -> None:
     m, (x, _) = module(torch.float32), inputs(torch.float32)
     torch.library.opcheck(
         getattr(torch.ops.lightseq, name).default,
-        (x.reshape(-1, HIDDEN), list(weights(m)), [0.0] * 3, "silu", 7, False),
+        (x.reshape(-1, HIDDEN), list(weights(m)), [tiled.NO_ADAPTER] * 3, "silu", 7, False),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
     )  # fmt: skip
 

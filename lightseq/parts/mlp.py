@@ -24,6 +24,7 @@ from lightseq.utils.checkpoint_context import is_recomputing, reuse_or_compute
 
 TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
 
+NO_ADAPTER = math.inf  # scale of a linear without adapter, as an operator takes it
 GATE, UP = 0, 1  # among the linears that share the MLP's input
 
 
@@ -112,17 +113,17 @@ def gated_mlp(
     and adapters accumulate over the tiles in float32 or wider, and frozen weights get none.
     """
     flat, tensors = x.reshape(-1, x.shape[-1]), [tensor for linear in linears for tensor in linear.tensors]
-    scales = [math.nan if linear.a is None else linear.scale for linear in linears]
+    scales = [NO_ADAPTER if linear.a is None else linear.scale for linear in linears]
     given = flat, tensors, scales, activation, tile_tokens, ends_layer
     out = _gated_mlp_stored(*given)[0] if store else _gated_mlp(*given)
     return out.view(x.shape)
 
 
 def _unflatten_linears(tensors: Sequence[Tensor], scales: Sequence[float]) -> list[LinearWeights]:
-    """Rebuilds the linears that `gated_mlp` flattened; a scale of NaN stands for no adapter."""
+    """Rebuilds the linears that `gated_mlp` flattened."""
     left = iter(tensors)
     return [
-        LinearWeights(next(left)) if math.isnan(scale) else LinearWeights(next(left), next(left), next(left), scale)
+        LinearWeights(next(left)) if scale == NO_ADAPTER else LinearWeights(next(left), next(left), next(left), scale)
         for scale in scales
     ]
 
