@@ -42,7 +42,7 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has made all its steps, or stopped early because the evaluation loss no longer fell."""
+        """Returns whether the run has made all its steps, or stopped early as --early_stopping_patience asks."""
         total = self.info.get("total_steps")
         stopped_early = section(self.info, "ended").get("reason") == "early_stopping"
         return stopped_early or not isinstance(total, int) or self.last_step >= total

@@ -1,6 +1,7 @@
 """Attention's projections: the same gradients whether a checkpoint keeps what they give or has it made again."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lightseq.parts.changes import Changes
 from lightseq.parts.low_rank import LinearWeights
 from lightseq.parts.mlp import tile_mlps
 from lightseq.parts.projections import PROJECTIONS, store_projections
+from lightseq.parts.side_by_side import Outputs
 
 LAYERS, WIDTH = 3, 16
 CONFIG = {
@@ -41,14 +43,17 @@ def test_stored_products_are_not_computed_again(compiled: bool, rank: int, monke
     torch._dynamo.reset()
     model, trained, loss = made(rank)
     want = torch.autograd.grad(loss(), trained)
-    products: list[tuple[int, ...]] = []
-    multiply = LinearWeights.forward
+    products: list[int] = []  # outputs of each
 
-    def counted(linear: LinearWeights, x: Tensor, out: Tensor | None = None) -> Tensor:
-        products.append(tuple(linear.weight.shape))
-        return multiply(linear, x, out)
+    def counted(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def count(*args: Any, **kwargs: Any) -> Tensor:
+            products.append((y := multiply(*args, **kwargs)).shape[1])
+            return y
 
-    monkeypatch.setattr(LinearWeights, "forward", counted)
+        return count
+
+    monkeypatch.setattr(LinearWeights, "forward", counted(LinearWeights.forward))
+    monkeypatch.setattr(Outputs, "product", counted(Outputs.product))
     tile_mlps(model.layers, Changes(), store=True)
     store_projections(model.layers, Changes())
     apply_remat(model.layers, STORE_LINEARS, compiled)
