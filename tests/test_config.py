@@ -16,6 +16,7 @@ from lightseq.config.choices import CHOICES
 from lightseq.config.command_line import help_text, launcher_flags_in_file, launcher_flags_note, parse
 from lightseq.config.flag_names import FLAGS_OF_OTHER_PROGRAMS, REMEDIES
 from lightseq.config.train_config import TrainConfig, flag_types, warmup_steps
+from lightseq.distributed.start_over import LAUNCH
 
 PROGRAM = "llama3/train.py"
 REQUIRED = "--model_name_or_path tiny-llama3 --data_path data.pkl --output_dir outputs"
@@ -400,14 +401,18 @@ def test_every_flag_of_other_programs_has_one_remedy_and_is_none_of_ours() -> No
     assert {*FLAGS_OF_OTHER_PROGRAMS.values()} <= flag_types().keys()
 
 
-def test_a_file_may_have_the_flags_of_the_launcher(tmp_path: Path) -> None:
+def test_a_file_may_have_the_flags_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = file_of(tmp_path, "seed: 3\nparallelism: {nproc-per-node: 2}\nmax_restarts: 1")
     words = ("--seed", "4", f"--config={path}")
     assert given(" ".join(words)).seed == 4
     assert launcher_flags_in_file(words) == ("--nproc_per_node=2", "--max_restarts=1")
     assert launcher_flags_in_file(["--seed", "4"]) == ()
+    assert launcher_flags_note(words, 1) == ()
+    monkeypatch.setenv("RANK", "0")
     (note,) = launcher_flags_note(words, 1)
     assert "nproc_per_node 2 and max_restarts 1, but the run started with 1, 0; give --nproc_per_node 2" in note
+    monkeypatch.setenv(LAUNCH, "a" * 32)
+    assert launcher_flags_note(words, 1) == ()
     with pytest.raises(ValueError, match=r"run.yaml: --nproc_per_node two: give a whole number"):
         launcher_flags_in_file(["--config", str(file_of(tmp_path, "nproc_per_node: two"))])
 

@@ -596,7 +596,7 @@ def test_every_suggestion_makes_the_run_fit() -> None:
     run = planned_run(LLAMA, "--bf16 --model_max_length 6000000 --remat none", 8, 140 * GIB, 1900 * GIB, True)
     assert make_plan(run).shortages[0].startswith("GPU memory")
     flags, gpus, length = changes_to_fit(run, longest(run))
-    assert flags.text == "without --remat" and gpus.text.endswith(" GPUs")
+    assert flags.text == "leave out --remat" and gpus.text.endswith(" GPUs")
     assert length.text == f"--model_max_length {longest(run)}"
     assert flags.plan.fits and gpus.plan.fits and length.plan.fits
 
@@ -606,7 +606,7 @@ def test_flags_that_make_a_step_slower_are_named() -> None:
     flags = "--bf16 --model_max_length 131072 --remat full"
     run = planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True)
     change = faster_change(run)
-    assert change is not None and change.text == "without --remat" and change.plan.fits
+    assert change is not None and change.text == "leave out --remat" and change.plan.fits
     assert change.plan.run.config.remat == "attention+linears"
     assert 0.98 * make_plan(run).step_seconds >= change.plan.step_seconds
     assert faster_change(planned_run(LLAMA, "--bf16 --model_max_length 131072", 4, gpu=140 * GIB, chosen=True)) is None
@@ -630,7 +630,7 @@ def test_hopeless_numbers_of_gpus_are_ruled_out_without_their_schedules(monkeypa
 def test_a_suggestion_names_the_flags_to_leave_out() -> None:
     flags = "--bf16 --model_max_length 2M --gradient_checkpointing False"
     change = changes_to_fit(planned_run(LLAMA, flags, 4, gpu=140 * GIB, chosen=True), None)[0]
-    assert change.text == "without --gradient_checkpointing" and change.plan.fits
+    assert change.text == "leave out --gradient_checkpointing" and change.plan.fits
 
 
 @pytest.mark.slow

@@ -311,11 +311,11 @@ def test_an_out_of_memory_error_names_settings_that_fit() -> None:
     asked = parse(words.split(), "")
     *parts, remedy = out_of_memory(_h200(model, asked))
     assert parts[0].startswith("planned peak memory") and any("stored activations" in line for line in parts)
-    assert remedy.startswith("to fit: without --remat (") and " GPUs (" in remedy
+    assert remedy.startswith("to fit: leave out --remat (") and " GPUs (" in remedy
     fitting = replace(asked, model_max_length=2**17, offload="activations")
     assert make_plan(_h200(model, fitting)).fits
     *_, remedy = out_of_memory(_h200(model, fitting))  # though the plan sees enough memory
-    assert remedy.startswith("to fit: without --remat --offload (") and " GPUs (" in remedy
+    assert remedy.startswith("to fit: leave out --remat --offload (") and " GPUs (" in remedy
     chosen = replace(fitting, offload="auto")
     *_, remedy = out_of_memory(_h200(model, chosen))
     budget = 0.9 * make_plan(_h200(model, chosen)).parts.total / GIB

@@ -21,7 +21,12 @@ from lightseq.config.parser import MOST, Parser, whole_number
 from lightseq.config.recipes import config_flag
 from lightseq.config.train_config import TrainConfig, flag_types
 from lightseq.distributed.environment import is_main_process
-from lightseq.distributed.rank_launcher import add_launcher_flags, parse_launcher_flags, started_with
+from lightseq.distributed.rank_launcher import (
+    add_launcher_flags,
+    parse_launcher_flags,
+    started_by_another_launcher,
+    started_with,
+)
 
 REQUIRED: Final = ("model_name_or_path", "data_path", "output_dir")
 REQUIRED_BY_TOOLS: Final = ("model_name_or_path",)
@@ -76,7 +81,9 @@ def launcher_flags_in_file(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def launcher_flags_note(words: Sequence[str], processes: int) -> tuple[str, ...]:
-    """Returns a note if the file of `--config` asks for other processes or restarts than this host has."""
+    """Returns a note if another launcher started other processes or restarts than the file of `--config` asks for."""
+    if not started_by_another_launcher():  # ours lets the command line override the file
+        return ()
     flags = parse_launcher_flags(launcher_flags_in_file(words))
     asked = {"nproc_per_node": flags.processes, "max_restarts": flags.max_restarts}
     has = started_with(processes)

@@ -71,6 +71,11 @@ def started_with(processes: int) -> dict[str, int]:
     return {"nproc_per_node": processes, "max_restarts": whole_number_in(MAX_RESTARTS, 0)}
 
 
+def started_by_another_launcher() -> bool:
+    """Returns whether this process is a rank of torch.distributed.run, srun or the like."""
+    return "RANK" in os.environ and LAUNCH not in os.environ
+
+
 def add_launcher_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the launcher's flags to a command's help. The process that starts the ranks parses them."""
     section = parser.add_argument_group("launching", "Not under torch.distributed.run, srun or mpirun.")

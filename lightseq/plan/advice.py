@@ -75,11 +75,11 @@ def _with_8_bit_states(run: PlannedRun) -> PlannedRun:
 
 
 def _changed_flags(before: TrainConfig, after: TrainConfig) -> str:
-    """Returns the flags to add and to leave out, such as `--optim adamw_8bit without --remat`."""
-    added = [] if after.optim == before.optim else [f"--optim {after.optim}"]
+    """Returns the flags to add and to leave out, such as `--optim adamw_8bit, leave out --remat`."""
+    found = [] if after.optim == before.optim else [f"--optim {after.optim}"]
     names = (*PLANNED_FLAGS, "gradient_checkpointing")
     removed = [f"--{name}" for name in names if getattr(after, name) != getattr(before, name)]
-    return " ".join([*added, *(["without", *removed] if removed else [])])
+    return ", ".join([*found, *([f"leave out {' '.join(removed)}"] if removed else [])])
 
 
 def _with_more_gpus(run: PlannedRun) -> Plan | None:
