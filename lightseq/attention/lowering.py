@@ -38,8 +38,8 @@ def lower(spec: PassSpec, memory: Tensor, peer_view: Callable[[int, Tensor], Ten
 class _Lowering:
     """Lowering of one pass: finds the memory of everything that it touches.
 
-    `layout` is the sequence's, `layouts` are the items' buffers'. The outboxes of all ranks are laid out
-    alike, so a view in this rank's outbox also says where data is in another's (`peer_view`).
+    `layout` says where the sequence's tokens are, and `layouts[item]` how an item's buffer is laid out. The outboxes of
+    all ranks are laid out alike, so a view in this rank's outbox also says where data is in another's (`peer_view`).
     """
 
     def __init__(self, spec: PassSpec, memory: Tensor, peer_view: Callable[[int, Tensor], Tensor]) -> None:

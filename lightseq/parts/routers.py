@@ -94,7 +94,7 @@ class Routers:
     def add_loss(self, share: Tensor, passes: int) -> tuple[Tensor, Tensor]:
         """Adds a share of the mean router loss of `passes` passes to a share of the loss. Returns both.
 
-        The latter is this rank's share of the pass's router loss, divided by `passes` and without coefficient. All
+        The second is this rank's share of the pass's router loss, divided by `passes` and without coefficient. All
         ranks of the sequence must call it, after the forward pass.
         """
         for i, loads in enumerate(self._loads):
