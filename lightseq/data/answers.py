@@ -107,7 +107,7 @@ def _without_repeated_specials(chat: Chat, template: ChatTemplate) -> Chat:
 def _written_specials(renderer: _Renderer) -> tuple[list[str], set[str]]:
     """Returns the special tokens that begin a chat, in order, and the special tokens that end answers.
 
-    A template may end the last answer with others than earlier ones. Contents are text, or parts if it does not write text.
+    A template may end the last answer with other ones. Contents are text, or parts if it does not write text.
     """
     asked = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
     specials, stops = renderer.template.special_texts, renderer.template.end_texts
