@@ -177,6 +177,16 @@ def test_the_longest_batch_is_tried_before_the_first_step_where_that_is_short(fi
     assert full == [LENGTH, LENGTH]
 
 
+def lengths_of_short_rows(rank: int, files: Path) -> list[int]:
+    write_rows(files / "short.pkl", (9, 30, 17))
+    return trained(rank, files, "short", f"--data_path {files}/short.pkl --max_steps 3", pads=False).lengths
+
+
+def test_no_longer_batch_is_tried_than_the_data_has(files: Path) -> None:
+    (lengths,) = spawn(1, lengths_of_short_rows, files)
+    assert 30 <= max(lengths) < LENGTH
+
+
 def accumulated_lengths(rank: int, files: Path) -> list[list[int]]:
     write_rows(files / "mixed.pkl", (9, LENGTH + 1))
     mixed = f"--data_path {files}/mixed.pkl --gradient_accumulation_steps 2 --max_steps 1"

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lightseq.data.examples import Example, Examples
+from lightseq.data.examples import Example, Examples, WindowExamples
 from lightseq.data.held_out import (
     Rows,
     SelectedExamples,
@@ -20,6 +20,7 @@ from lightseq.data.held_out import (
     row_bounds,
     select_rows,
 )
+from lightseq.data.sequences import SequenceExamples
 from lightseq.data.sources import HUB_PREFIX
 from lightseq.utils.formatting import plural
 
@@ -107,6 +108,17 @@ class JoinedExamples:
     def sizes(self) -> NDArray[np.int64]:
         """Tokens of each example, if known without tokenizing."""
         return np.concatenate([part.sizes for part in self.parts])  # type: ignore[union-attr]
+
+
+def longest_example(examples: Examples) -> int | None:
+    """Returns the most tokens of an example; None if that is not known without tokenizing, or rows are packed."""
+    longest = 0
+    for part in parts_of(examples):
+        source = part.source if isinstance(part, SelectedExamples) else part
+        if not isinstance(source, WindowExamples | SequenceExamples):
+            return None
+        longest = max(longest, int(part.sizes.max(initial=0)))  # type: ignore[attr-defined]
+    return longest
 
 
 def parts_of(examples: Examples) -> tuple[Examples, ...]:

@@ -18,6 +18,7 @@ from lightseq.architecture.inspection import inspect_architecture
 from lightseq.attention.context import SequenceContext, area_balance
 from lightseq.config.train_config import TrainConfig
 from lightseq.data.batches import Batch, bucket_lengths, padding_batch, trim_padding
+from lightseq.data.mixture import longest_example
 from lightseq.data.shared_rows import even_lengths, least_saved_share, with_shared_prefixes
 from lightseq.distributed.watchdog import Watchdog
 from lightseq.distributed.world import World
@@ -129,15 +130,25 @@ class Trainer:
         A run that does not fit in memory fails here, and no buffer grows later.
         """
         self.mark(self.first_step, "data")
-        if self._batches(self.first_step)[0].length < self.batch_lengths[-1]:
+        longest = self._longest_batch()
+        if self._batches(self.first_step)[0].length < longest:
             self.mark(self.first_step, "forward")
             rows, packed = self.config.per_device_train_batch_size, self.config.packing != "none"
-            blank = padding_batch(rows, self.batch_lengths[-1], packed)
+            blank = padding_batch(rows, longest, packed)
             buffers = [buffer for unit in self.engine.units for buffer in unit.buffers]
             before = [buffer.clone() for buffer in buffers]
             self.engine.try_memory(lambda: self.objective.share(self.models, self.shard(blank)).loss)
             for buffer, value in zip(buffers, before, strict=True):  # a layer may count its passes, for example
                 buffer.copy_(value)
+
+    def _longest_batch(self) -> int:
+        """Returns the length of the longest batch of training and evaluation data, or an upper bound."""
+        streams = [stream for stream in (self.inputs.stream, self.inputs.eval_stream) if stream is not None]
+        longest = [longest_example(stream.examples) for stream in streams]
+        known = [size for size in longest if size is not None]
+        if len(known) < len(longest):
+            return self.batch_lengths[-1]
+        return self.batch_lengths[bisect_left(self.batch_lengths[:-1], max(known))]
 
     def evaluate(self) -> Evaluation:
         """Returns the objective's loss over all evaluation data, and its other means."""
