@@ -93,7 +93,7 @@ def launcher_flags_note(words: Sequence[str], processes: int) -> tuple[str, ...]
     there = " and ".join(f"{name} {asked[name]}" for name in other)
     here = ", ".join(str(has[name]) for name in other)
     give = " ".join(f"--{name} {asked[name]}" for name in other)
-    return (f"--config has {there}, but the run started with {here}; give {give} to lightseq or to the launcher",)
+    return (f"--config has {there}, but the run started with {here}; give {give} to the launcher",)
 
 
 def _values_in_file(path: Path, program: str) -> dict[str, Any]:

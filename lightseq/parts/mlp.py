@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lightseq.kernels.fused.launches import fused_kernels
-from lightseq.kernels.fused.products import add_product, write_product
 from lightseq.parts.changes import Changes
 from lightseq.parts.experts import experts_modules
 from lightseq.parts.identity import is_unchanged
 from lightseq.parts.low_rank import LinearWeights, linear_weights
 from lightseq.parts.part import Choices, Part, Ranks
 from lightseq.parts.probes import MLP_LINEARS, is_gated_mlp
-from lightseq.parts.side_by_side import InputGradient, Outputs
+from lightseq.parts.side_by_side import GradientSum, InputGradient, LinearGradients, Outputs
 from lightseq.utils.checkpoint_context import is_recomputing, reuse_or_compute
 
 TILE_TOKENS = 8192  # three bfloat16 buffers 14336 wide take 0.7 GiB; smaller tiles do not fill a GPU's last wave
@@ -221,9 +220,9 @@ def _gated_mlp_backward(
     of_gate, of_up, of_down = map(InputGradient, linears)
     dx = torch.empty(x_NH.shape, dtype=x_NH.dtype, device=x_NH.device)
     wanted = iter(
-        [_GradientSum(x, len(x_NH) <= tile_tokens) if t else None for x, t in zip(tensors, trains, strict=True)]
+        [GradientSum(x, len(x_NH) <= tile_tokens) if t else None for x, t in zip(tensors, trains, strict=True)]
     )
-    sums = [_LinearGradients(*(next(wanted) for _ in linear.tensors)) for linear in linears]
+    sums = [LinearGradients(*(next(wanted) for _ in linear.tensors)) for linear in linears]
     for_gate, for_up, for_down = sums
     for rows in tiles(len(x_NH), tile_tokens):
         x, dout = first.joined(x_NH[rows]), of_down.joined(dout_NH[rows])
@@ -254,45 +253,6 @@ def _gated_mlp_backward(
 def _(_dout: Tensor, x_NH: Tensor, tensors: Sequence[Tensor], *others: Any) -> list[Tensor]:
     _stored, _scales, _activation, trains, _tile_tokens = others
     return [x.new_empty(x.shape) for x, t in zip((x_NH, *tensors), (True, *trains), strict=True) if t]
-
-
-class _LinearGradients(NamedTuple):
-    """Gradients of a linear's tensors, summed over the tiles; None for one that does not train."""
-
-    weight: "_GradientSum | None"
-    a: "_GradientSum | None" = None
-    b: "_GradientSum | None" = None
-
-    def add(self, dy_NO: Tensor, x_NI: Tensor, dxa_NR: Tensor, xa_NR: Tensor) -> None:
-        """Adds a tile's gradients, of the output, its input, and both of the adapter in between."""
-        if self.weight is not None:
-            self.weight.add(dy_NO.T, x_NI)
-        if self.a is not None:
-            self.a.add(dxa_NR.T, x_NI)
-        if self.b is not None:
-            self.b.add(dy_NO.T, xa_NR)
-
-    def finish(self) -> list[Tensor]:
-        return [total.finish() for total in (self.weight, self.a, self.b) if total is not None]
-
-
-class _GradientSum:
-    """Gradient of a weight: one product, or several added in float32 or wider."""
-
-    def __init__(self, weight: Tensor, one_tile: bool) -> None:
-        dtype = weight.dtype if one_tile else torch.promote_types(weight.dtype, torch.float32)
-        self._dtype, self._total = weight.dtype, torch.empty(weight.shape, dtype=dtype, device=weight.device)
-        self._is_empty = True
-
-    def add(self, a: Tensor, b: Tensor) -> None:
-        if self._is_empty:
-            write_product(self._total, a, b)
-        else:
-            add_product(self._total, a, b)
-        self._is_empty = False
-
-    def finish(self) -> Tensor:
-        return self._total.to(self._dtype)
 
 
 def tiles(tokens: int, size: int) -> Iterator[slice]:

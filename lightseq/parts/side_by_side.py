@@ -1,7 +1,8 @@
 """Products of linears with adapters whose inputs leave room for the adapters' part, so that nothing is copied.
 
 y = [x, scale · x Aᵀ] [W, B]ᵀ is one product (`low_rank.LinearWeights`). Here x lies in the first columns of a buffer,
-and the adapter's part is written into the columns behind it. The joined weights serve all tiles of tokens.
+and the adapter's part is written into the columns behind it. The joined weights serve all tiles of tokens, over which
+the gradients of weights and adapters are summed.
 
 Shape suffixes: N tokens, I inputs, O outputs, R an adapter's rank.
 """
@@ -9,10 +10,12 @@ Shape suffixes: N tokens, I inputs, O outputs, R an adapter's rank.
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightseq.kernels.fused.products import add_product, write_product
 from lightseq.parts.low_rank import LinearWeights
 
 
@@ -123,6 +126,45 @@ class InputGradient:
     def add(self, buffer: Tensor, into: Tensor) -> Tensor:
         """Adds the gradient of the input."""
         return into.addmm_(buffer, self._weight)
+
+
+class LinearGradients(NamedTuple):
+    """Gradients of a linear's tensors, summed over the tiles; None for one that does not train."""
+
+    weight: "GradientSum | None"
+    a: "GradientSum | None" = None
+    b: "GradientSum | None" = None
+
+    def add(self, dy_NO: Tensor, x_NI: Tensor, dxa_NR: Tensor, xa_NR: Tensor) -> None:
+        """Adds a tile's gradients, of the output, its input, and both of the adapter in between."""
+        if self.weight is not None:
+            self.weight.add(dy_NO.T, x_NI)
+        if self.a is not None:
+            self.a.add(dxa_NR.T, x_NI)
+        if self.b is not None:
+            self.b.add(dy_NO.T, xa_NR)
+
+    def finish(self) -> list[Tensor]:
+        return [total.finish() for total in (self.weight, self.a, self.b) if total is not None]
+
+
+class GradientSum:
+    """Gradient of a weight: one product, or several added in float32 or wider."""
+
+    def __init__(self, weight: Tensor, one_tile: bool) -> None:
+        dtype = weight.dtype if one_tile else torch.promote_types(weight.dtype, torch.float32)
+        self._dtype, self._total = weight.dtype, torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        self._is_empty = True
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        if self._is_empty:
+            write_product(self._total, a, b)
+        else:
+            add_product(self._total, a, b)
+        self._is_empty = False
+
+    def finish(self) -> Tensor:
+        return self._total.to(self._dtype)
 
 
 def _room(width: int, rank: int) -> int:
