@@ -106,7 +106,8 @@ def save_model(job: Job, directory: str) -> int:
     parameters = sum(p.numel() for p in original.parameters())
     if job.world.is_main:
         # Unsloth would scale the RoPE of a model with fewer positions than tokens in a row.
-        original.config.max_position_embeddings = max(original.config.max_position_embeddings, job.length)
+        text = original.config.get_text_config()
+        text.max_position_embeddings = max(text.max_position_embeddings, job.length)
         original.to(job.dtype).save_pretrained(directory)
         tokenizer_of(job.config.vocab_size).save_pretrained(directory)
     dist.barrier()
