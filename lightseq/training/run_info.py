@@ -62,7 +62,7 @@ def run_facts(trainer: Trainer, command: str, notes: Sequence[str]) -> dict[str,
 def describe_run(trainer: Trainer) -> dict[str, Any]:
     """Returns the lines for the terminal by name: model, data, parallelism, kernels and memory."""
     c, m, world = trainer.config, trainer.inputs.model_config, trainer.world
-    fallback_reason = trainer.context.transport.fallback_reason
+    fallback_reason, is_split = trainer.context.transport.fallback_reason, trainer.inputs.dims.sequence > 1
     start = trainer.inputs.resume_from or trainer.inputs.weights
     pretrained = "pretrained weights" if str(start) == c.model_name else f"weights from {start}"
     experts = describe_experts(m, trainer.engine.dims.expert)
@@ -78,7 +78,7 @@ def describe_run(trainer: Trainer) -> dict[str, Any]:
         **({"objective": objective} if (objective := str(trainer.objective)) else {}),
         "sequence": f"{c.model_max_length:,} tokens, {trainer.inputs.stream.sequences_per_step} a step",
         "precision": f"{c.compute_dtype} compute, {_fp8(c)}{_packed_base(trainer)}float32 master weights",
-        "schedule": str(trainer.context.schedule),
+        "schedule": str(trainer.context.schedule) if is_split else "none: each rank has its own sequences",
         "kernel": str(trainer.context.kernels),
         "transport": trainer.context.transport.name + (f" ({fallback_reason})" if fallback_reason else ""),
         "memory plan": describe_memory(trainer.engine),

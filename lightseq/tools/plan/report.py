@@ -99,7 +99,7 @@ def _parts(run: PlannedRun) -> dict[str, str]:
 
 def _schedule(run: PlannedRun) -> str:
     if run.sequence_ranks == 1:
-        return "none: each GPU has its own sequences"
+        return "none: each rank has its own sequences"
     groups = run.choice.head_groups or 1
     heads = f"{groups} head groups" if groups > 1 else "all heads at once"
     return f"{run.choice.schedule}, {heads}, {run.transport}"
