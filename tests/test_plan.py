@@ -42,7 +42,7 @@ from lightseq.memory.placement import (
     OFFLOADED,
     RECOMPUTE,
     RECOMPUTE_OFFLOAD,
-    LayerCost,
+    ActionCost,
     Placement,
     in_order,
     place,
@@ -92,12 +92,12 @@ def plan(flags: str, gpus: int, gpu: float = 1e6, host: float = 1e6) -> Plan:
 
 def action_costs(
     kept: float = 10, layer_input: float = 4, copy: float = 0.0, attention: float = 1.0
-) -> dict[str, LayerCost]:
+) -> dict[str, ActionCost]:
     return {
-        KEEP: LayerCost(kept, 0, 0),
-        OFFLOAD: LayerCost(0, kept, copy),
-        RECOMPUTE: LayerCost(layer_input, 0, attention),
-        RECOMPUTE_OFFLOAD: LayerCost(0, layer_input, attention + copy / 2),
+        KEEP: ActionCost(kept, 0, 0),
+        OFFLOAD: ActionCost(0, kept, copy),
+        RECOMPUTE: ActionCost(layer_input, 0, attention),
+        RECOMPUTE_OFFLOAD: ActionCost(0, layer_input, attention + copy / 2),
     }
 
 
@@ -121,7 +121,7 @@ def test_nothing_fits_without_room_for_the_inputs_of_all_layers() -> None:
     assert place([action_costs()] * 8, 31, 0) is None
 
 
-def summed(actions: Sequence[str], costs: Sequence[Mapping[str, LayerCost]]) -> tuple[float, float, float]:
+def summed(actions: Sequence[str], costs: Sequence[Mapping[str, ActionCost]]) -> tuple[float, float, float]:
     """Adds up device bytes in the worst layer's backward pass, host bytes and seconds, layer by layer.
 
     Of the offloaded layers the last two are on the GPU, or the last one beside the first that stays.

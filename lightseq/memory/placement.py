@@ -19,7 +19,7 @@ MAX_SPANS = 4  # most runs of layers that a line of text lists
 
 
 @dataclass(frozen=True)
-class LayerCost:
+class ActionCost:
     """Cost of one of ACTIONS for one layer's activations."""
 
     device_bytes: float  # on the GPU between forward and backward pass
@@ -65,7 +65,7 @@ def _in_words(action: str) -> str:
     return action.replace("_", " and ")
 
 
-Costs = Sequence[Mapping[str, LayerCost]]  # each layer's costs by action
+Costs = Sequence[Mapping[str, ActionCost]]  # each layer's costs by action
 
 
 def place(

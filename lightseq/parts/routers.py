@@ -56,7 +56,7 @@ class Routers:
         self._name = f"{group.name}-routers"
         self._counted: Tensor | None = None
         self._active = False
-        self._gradient: Tensor | None = None  # gradient of the loss by the probability sums
+        self._gradient_by_sums: Tensor | None = None  # of the loss, by the sums of probabilities
         routers = [*_routers(recorder)] if coefficient else []
         self._biases = [*_biases(model)] if bias_rate else []
         name = type(model).__name__
@@ -85,11 +85,11 @@ class Routers:
 
     def begin(self, counted: Tensor | None) -> None:
         """Begins a forward pass, in which these tokens count, (batch, local); None: all."""
-        self._active, self._counted, self._gradient = True, counted, None
+        self._active, self._counted, self._gradient_by_sums = True, counted, None
 
     def finish(self) -> None:
         """Ends the passes of a step. Passes between steps, such as evaluations, are not observed."""
-        self._active, self._counted, self._gradient = False, None, None
+        self._active, self._counted, self._gradient_by_sums = False, None, None
 
     def add_loss(self, share: Tensor, passes: int) -> tuple[Tensor, Tensor]:
         """Adds a share of the mean router loss of `passes` passes to a share of the loss. Returns both.
@@ -149,13 +149,13 @@ class Routers:
 
     def gradient_of(self, logits: Tensor) -> Tensor:
         """Returns the gradient of the router loss by a router's logits."""
-        if self._gradient is None:
+        if self._gradient_by_sums is None:
             return torch.zeros_like(logits)
-        return gradient_by_logits(logits, self._gradient, self._counted)
+        return gradient_by_logits(logits, self._gradient_by_sums, self._counted)
 
     def scale_gradient(self, gradient: Tensor, factor: Tensor) -> None:
         """Sets the gradient by the probability sums, before the backward pass of the layers."""
-        self._gradient = gradient * factor
+        self._gradient_by_sums = gradient * factor
 
 
 _ROUTERS: WeakValueDictionary[str, Routers] = WeakValueDictionary()

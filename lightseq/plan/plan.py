@@ -13,7 +13,16 @@ from lightseq.architecture.flops import count_adapter_parameters, mfu, model_flo
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.host_memory import host_bytes_for_layers
 from lightseq.memory.offload import layers_in_flight
-from lightseq.memory.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, LayerCost, Placement, in_order, place
+from lightseq.memory.placement import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    RECOMPUTE_OFFLOAD,
+    ActionCost,
+    Placement,
+    in_order,
+    place,
+)
 from lightseq.parts.facts import Layer
 from lightseq.plan.breakdown import GIB, Breakdown
 from lightseq.plan.memory import (
@@ -201,7 +210,7 @@ def _offload_first_layers(run: PlannedRun, resident: str, offloaded: str) -> Pla
     return Placement(tuple(offloaded if i // run.group_size < groups else resident for i in range(len(run.layers))))
 
 
-def layer_costs(run: PlannedRun) -> list[dict[str, LayerCost]]:
+def layer_costs(run: PlannedRun) -> list[dict[str, ActionCost]]:
     """Returns the cost of each layer by action."""
     # Under other policies more than attention is recomputed, and its time is not known. `place` then recomputes only if
     # nothing else fits, and the search for a plan (make_plan.py) drops such a placement.
@@ -209,15 +218,15 @@ def layer_costs(run: PlannedRun) -> list[dict[str, LayerCost]]:
     return [_costs_of(run, layer, again) for layer in run.layers]
 
 
-def _costs_of(run: PlannedRun, layer: Layer, again: float) -> dict[str, LayerCost]:
+def _costs_of(run: PlannedRun, layer: Layer, again: float) -> dict[str, ActionCost]:
     everything, layer_input = saved_by_layer(run, layer, KEEP), saved_by_layer(run, layer, RECOMPUTE)
     copy, copy_input = everything / host_link(run), layer_input / host_link(run)
     again *= len(layer.attentions)
     return {
-        KEEP: LayerCost(device_bytes=everything, host_bytes=0.0, seconds=0.0),
-        OFFLOAD: LayerCost(device_bytes=0.0, host_bytes=everything, seconds=0.0, copy_seconds=copy),
-        RECOMPUTE: LayerCost(device_bytes=layer_input, host_bytes=0.0, seconds=again),
-        RECOMPUTE_OFFLOAD: LayerCost(device_bytes=0.0, host_bytes=layer_input, seconds=again, copy_seconds=copy_input),
+        KEEP: ActionCost(device_bytes=everything, host_bytes=0.0, seconds=0.0),
+        OFFLOAD: ActionCost(device_bytes=0.0, host_bytes=everything, seconds=0.0, copy_seconds=copy),
+        RECOMPUTE: ActionCost(device_bytes=layer_input, host_bytes=0.0, seconds=again),
+        RECOMPUTE_OFFLOAD: ActionCost(device_bytes=0.0, host_bytes=layer_input, seconds=again, copy_seconds=copy_input),
     }
 
 

@@ -83,10 +83,10 @@ def attention_seconds(run: PlannedRun) -> tuple[float, float]:
     Packed documents and windows are assumed to save as much of the communication as of the work.
     """
     mixers, length = run.architecture.attentions, run.config.model_max_length
-    of_documents = run.attention_share / run.architecture.attention_share(length)
+    share_of_documents = run.attention_share / run.architecture.attention_share(length)
     total = 0.0
     for mixer, count in Counter(mixers).items():
-        total += count * _full_attention_seconds(run, mixer) * mixer.area(length) / length**2 * of_documents
+        total += count * _full_attention_seconds(run, mixer) * mixer.area(length) / length**2 * share_of_documents
     seconds = total / len(mixers)
     forward = seconds / (1 + BACKWARD_FLOPS)
     return forward, seconds - forward

@@ -85,7 +85,7 @@ class TrainingLoop:
             stopped_by, save_failed = stop.poll_result()
             ends = done == last or stopped_by is not None
             saves = self._due(done, config.save_strategy, config.save_steps) or (ends and saving is not None)
-            evaluates = self._evaluates(done, saves, done == last)
+            evaluates = self._is_evaluation_due(done, saves, done == last)
             may_end = ends or (evaluates and self._stopping is not None)
             if done % config.logging_steps == 0 or saves or may_end:
                 self.journal.record(pending)  # one step late, so that the device stays busy while the host reads
@@ -137,7 +137,7 @@ class TrainingLoop:
     def _stops_early(self) -> bool:
         return self._stopping is not None and self._stopping.stops
 
-    def _evaluates(self, done: int, saves: bool, is_last: bool) -> bool:
+    def _is_evaluation_due(self, done: int, saves: bool, is_last: bool) -> bool:
         """Returns whether the run evaluates after `done` steps."""
         config = self.trainer.config
         due = self._due(done, config.eval_schedule, config.steps_per_evaluation)
