@@ -317,7 +317,10 @@ SEGMENTS = (0, 64, 65, 200, 456, 1000)
 
 
 def compare_kernels(inputs: ScanInputs, dtype: torch.dtype) -> None:
-    """Compares each result of the fast kernel with float64. Errors are at most twice those of torch's products."""
+    """Compares each result of the fast kernel with float64.
+
+    Errors are at most twice those of torch's products, 6e-3, or those of fla's own pass where it rounds more.
+    """
     given = ScanInputs(*(None if x is None else x.to("cuda", dtype) for x in inputs))  # type: ignore[arg-type]
     given = given._replace(g=inputs.g.to("cuda", torch.float32))
     if inputs.beta is None:
@@ -342,10 +345,33 @@ def compare_kernels(inputs: ScanInputs, dtype: torch.dtype) -> None:
 
     exact, fast = results(TorchScan(), torch.float64), results(kernel, None)
     rounded = results(TorchScan(), None)
-    for want, got, plain in zip(exact, fast, rounded, strict=True):
+    whole = gradients_of_whole_pass(given, states, dfinal, dout) if inputs.g.dim() == 4 else []
+    others = [None] * (len(exact) - len(whole)) + whole
+    for want, got, plain, other in zip(exact, fast, rounded, others, strict=True):
         assert got.dtype == plain.dtype
         error, of_plain = ((x.double() - want).norm() / want.norm() for x in (got, plain))
-        assert error < max(2 * of_plain, 6e-3), (tuple(want.shape), float(error), float(of_plain))
+        of_whole = (other.double() - want).norm() / want.norm() if other is not None else 0.0
+        bound = max(2 * of_plain, 6e-3, 1.05 * of_whole)
+        assert error < bound, (tuple(want.shape), float(error), float(of_plain), float(of_whole))
+
+
+def gradients_of_whole_pass(x: ScanInputs, states: Tensor, dfinal: Tensor, dout: Tensor) -> list[Tensor]:
+    """Returns the gradients of the inputs by fla's own pass of Kimi Delta Attention over the same segments.
+
+    For the gradient of decays it sums products of states in bfloat16, and errs by more than 6e-3 where they are weak.
+    """
+    from fla.ops.kda import chunk_kda
+
+    rows, length = len(x.v), SEGMENTS[-1]
+    starts = [row * length + edge for row in range(rows) for edge in SEGMENTS[:-1]] + [rows * length]
+    leaves = [part.flatten(0, 1).unsqueeze(0).detach().requires_grad_() for part in x if part is not None]
+    out, final = chunk_kda(
+        *leaves, scale=0.1, initial_state=states.float().flatten(0, 1), output_final_state=True,
+        cu_seqlens=torch.tensor(starts, device=x.v.device),
+    )  # fmt: skip
+    given = [dout.flatten(0, 1).unsqueeze(0), dfinal.float().flatten(0, 1)]
+    found = torch.autograd.grad([out, final], leaves, given)
+    return [part.squeeze(0).unflatten(0, (rows, length)) for part in found]
 
 
 @pytest.mark.gpu(1)
