@@ -369,12 +369,6 @@ def test_a_schedule_that_packed_documents_make_uneven_is_warned_of(schedule: str
 
 
 @pytest.mark.slow
-def test_training_on_packed_documents_equals_training_on_each_alone(tmp_path: Path) -> None:
-    case = {"schedule": "zigzag", "gradient_accumulation_steps": 2, "remat": "full", "offload": "activations"}
-    _compare(tmp_path, 2, [case])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_packed_training_under_more_schedules_equals_training_on_each_alone(world: int, tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = [{}, {"schedule": "zigzag", "gradient_accumulation_steps": 2, "remat": "full"}]

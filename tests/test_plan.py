@@ -117,10 +117,6 @@ def test_layers_are_kept_then_offloaded_unless_recomputing_is_faster(
     assert found is not None and found.text == words
 
 
-def test_nothing_fits_without_room_for_the_inputs_of_all_layers() -> None:
-    assert place([action_costs()] * 8, 31, 0) is None
-
-
 def summed(actions: Sequence[str], costs: Sequence[Mapping[str, LayerCost]]) -> tuple[float, float, float]:
     """Adds up device bytes in the worst layer's backward pass, host bytes and seconds, layer by layer.
 

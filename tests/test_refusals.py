@@ -61,7 +61,6 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         "--eval_data_path {files}/targetless.pkl --eval_strategy steps",
         ("targetless.pkl has no target", "-100"),
     ),
-    "text without a tokenizer": (f"{RANDOM} tiny-llama3 --data_path {{files}}/t.jsonl", ("t.jsonl", "--tokenizer")),
     # the model
     "no model": ("--model_name_or_path /no/such/model", ("/no/such/model is not a directory", "preset", "tiny-llama3")),
     "unknown preset": (f"{RANDOM} llama3-9b", ("llama3-9b is no", "did you mean llama3-8b or ")),
@@ -228,7 +227,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "targetless.pkl").write_bytes(pickle.dumps(targetless))
     (folder / "cut.pkl").write_bytes(pickle.dumps(data)[:-9])
     (folder / "file.tsv").write_text("1,2\n")
-    (folder / "t.jsonl").write_text('{"text": "words"}\n')
     (folder / "empty").mkdir()
     for name, zero in (("zero2", {"stage": 2}), ("unknown", {"stage": 3, "no_such_key": 1})):
         clipping = {"gradient_clipping": 2.0 if name == "zero2" else "auto"}
