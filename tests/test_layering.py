@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeGuard
 
 import pytest
 
@@ -181,21 +180,6 @@ def reads_environment(module: Module) -> bool:
     return bool({"environ", "getenv"} & attributes) or bool({"os.environ", "os.getenv"} & imports(module))
 
 
-def code_lines(source: str) -> set[str]:
-    """The lines that do something: no imports, docstrings or tables of facts, nor what makes a file a script."""
-    tree = ast.parse(source)
-    dropped = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) or is_docstring(node)]
-    dropped += [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
-    dropped += [node for node in tree.body if re.search(r"__name__|sys\.path", ast.unparse(node))]
-    numbers = {number for node in dropped for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    lines = {line.strip() for number, line in enumerate(source.splitlines(), 1) if number not in numbers}
-    return {line for line in lines if len(line) > 25 and not line.startswith("#")}
-
-
-def is_docstring(node: ast.AST) -> TypeGuard[ast.Expr]:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
 def texts() -> Iterator[tuple[Path, str]]:
     """Every text a person wrote in this repository, by path; what runs and tools leave behind is skipped."""
     made = re.compile(r"^((data|outputs|logs|build|dist|shared)|(.*/)?(__pycache__|[^/]*\.egg-info|\.(?!ci$)[^/]*))$")
@@ -312,15 +296,6 @@ def test_no_file_points_outside_the_repository() -> None:
     outside = ("/".join(("..", "shared")), "/" + "work" + "/")
     found = [f"{path}: {word}" for path, text in texts() for word in outside if word in text]
     assert not found, "\n".join(found)
-
-
-def test_llama2_and_llama3_share_no_line_of_code() -> None:
-    lines = {
-        family: set().union(*(code_lines(module.source) for module in modules() if module.package == family))
-        for family in ("llama2", "llama3")
-    }
-    shared = sorted(lines["llama2"] & lines["llama3"])
-    assert not shared, "these lines stand in both families and belong in lightseq/:\n" + "\n".join(shared)
 
 
 def test_imports_are_found_anywhere_in_a_file() -> None:

@@ -245,17 +245,6 @@ def test_documents_that_cannot_be_honoured_are_refused() -> None:
     spawn(1, _refusals)
 
 
-def _different_documents(rank: int) -> None:
-    model = _model(num_hidden_layers=1)
-    context = hf.enable(model, schedule="ring")
-    batch = hf.shard_batch(context, torch.zeros(1, 16, dtype=torch.int64), cu_seqlens=[0, 4 + rank, 16])
-    _refused(lambda: model(**batch), "different documents")
-
-
-def test_different_documents_on_ranks_are_one_clear_error_on_each() -> None:
-    spawn(2, _different_documents)
-
-
 def _recompilations(rank: int) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
