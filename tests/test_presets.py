@@ -130,13 +130,6 @@ def test_a_hub_id_with_random_init_is_its_preset_without_asking_the_hub() -> Non
     assert source.config.to_dict() == config_of("llama3.2-1b").to_dict()
 
 
-def test_a_directory_gives_its_config_and_weights(tmp_path: Path) -> None:
-    name = save(tmp_path, num_hidden_layers=3)
-    for random_init, weights in ((False, tmp_path), (True, None)):
-        source = resolve(LLAMA2, name, random_init)
-        assert (source.config.num_hidden_layers, source.weights) == (3, weights)
-
-
 def test_a_hub_id_without_random_init_is_read_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("llama3.2-1b")
     monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url, timeout: None)

@@ -1,6 +1,5 @@
 """Weights in and out on any number of ranks: drawn alike, read in parts, saved whole, and what is refused."""
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -232,26 +231,6 @@ def save_over(rank: int, folder: str) -> None:
 
 def test_saving_over_an_older_model_leaves_none_of_its_weights(tmp_path: Path) -> None:
     spawn(1, save_over, str(tmp_path))
-
-
-def save_narrow(rank: int, folder: str) -> None:
-    model = empty(tiny())
-    random_weights.initialize(model, seed=5)
-    weights.save_pretrained(model, Path(folder), torch.bfloat16)
-    again = empty(tiny())
-    dist.barrier()
-    weights.load(again, Path(folder))
-    rounded = {name: p.to(torch.bfloat16).float() for name, p in weights.full_parameters(model)}
-    assert differing(again, rounded) == [], "bfloat16 is read into float32 masters"
-
-
-def test_the_saving_dtype_is_recorded_and_held_to(tmp_path: Path) -> None:
-    spawn(2, save_narrow, str(tmp_path))
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert {x.dtype for x in load_file(tmp_path / weight_files.WEIGHTS).values()} == {torch.bfloat16}
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
 
 
 def load_tied(rank: int, folder: str) -> str | None:
