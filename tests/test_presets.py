@@ -289,13 +289,6 @@ def test_a_larger_base_covers_the_training_length() -> None:
     assert apply_rope(config_of("llama3-8b"), rope_theta=1e4, length=65536).max_position_embeddings == 8192
 
 
-def test_scaling_again_starts_from_the_unscaled_context() -> None:
-    once = apply_rope(config_of("llama3-8b"), rope_scaling={"rope_type": "yarn", "factor": 4})
-    twice = apply_rope(once, rope_scaling={"rope_type": "yarn", "factor": 16})
-    assert twice.rope_parameters["original_max_position_embeddings"] == 8192
-    assert (once.max_position_embeddings, twice.max_position_embeddings) == (32768, 131072)
-
-
 @pytest.mark.parametrize("rope_type", ["yarn", "linear"])  # which keep the length they reach, and do not
 def test_a_fractional_factor_reaches_the_last_position(rope_type: str) -> None:
     context, length = 10_000, 10_010

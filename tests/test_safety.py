@@ -99,7 +99,7 @@ def test_a_config_that_names_code_runs_none_and_asks_nothing(tmp_path: Path) -> 
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("elsewhere", ["../secret.bin", "/etc/secret.bin", "a/../../secret.bin"])
+@pytest.mark.parametrize("elsewhere", ["../secret.bin", "/etc/secret.bin", "a/../../secret.bin", "secret.bin"])
 def test_an_index_of_weights_names_no_file_elsewhere(tmp_path: Path, elsewhere: str) -> None:
     model = LlamaForCausalLM(TINY)
     model.save_pretrained(tmp_path / "model")

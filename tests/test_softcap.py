@@ -202,22 +202,6 @@ def test_every_schedule_equals_transformers(world: int, packed: bool) -> None:
     spawn(world, train, packed)
 
 
-@pytest.mark.slow
-def test_a_compiled_layer_caps_its_scores(alone: None) -> None:
-    want = model_of()
-    model = copy.deepcopy(want)
-    context = hf.enable(model, length=LENGTH)
-    for layer in model.model.layers:
-        layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
-    ids = torch.randint(61, (1, LENGTH))
-    loss, expected = model(**hf.shard_batch(context, ids, ids)).loss, want(input_ids=ids, labels=ids).loss
-    assert abs(loss - expected) < 1e-5
-    for x in (loss, expected):
-        x.backward()
-    for p, q in zip(model.parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5)
-
-
 def test_a_cap_that_the_config_does_not_tell_is_refused_and_not_dropped(alone: None) -> None:
     model = model_of(attn_logit_softcapping=None)
     context = hf.enable(model, length=LENGTH)

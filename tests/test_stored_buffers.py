@@ -9,7 +9,7 @@ import pytest
 import torch
 from programs import Ended, programs
 from safetensors.torch import load_file, save_file
-from small import VOCABULARY
+from small import VOCABULARY, sgd_steps
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -107,16 +107,9 @@ def flags(files: Path, output: str, more: str = "") -> str:
 def plain_steps(files: Path, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and tensors of transformers' own training on one process."""
     model = AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float32).train()
-    losses, ids = [], torch.tensor([IDS])
-    for _ in range(steps):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        losses.append(loss.item())
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():  # from_pretrained thaws frozen ones
-                parameter -= (0 if name.endswith("frozen") else RATE) * parameter.grad
-                parameter.grad = None
-    return losses, model.state_dict()
+    for name, parameter in model.named_parameters():  # from_pretrained thaws frozen ones
+        parameter.requires_grad_(not name.endswith("frozen"))
+    return sgd_steps(model, [[IDS]] * steps, RATE), model.state_dict()
 
 
 def train(rank: int, lines: list[str]) -> list[Ended]:
