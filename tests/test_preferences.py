@@ -5,6 +5,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -66,16 +67,16 @@ def write_inputs(folder: Path, model: Any = None) -> Path:
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>", eos_token="<2>")
     tokenizer.save_pretrained(folder / "model")
-    draw = np.random.default_rng(0)
-
-    def text(count: int) -> str:
-        return "".join(f"<{i}> " for i in draw.integers(3, 64, count))
-
+    text = partial(draw_text, np.random.default_rng(0))
     write_rows(
         folder / "pairs.jsonl",
         *(dict(zip(("prompt", "chosen", "rejected"), map(text, sizes), strict=True)) for sizes in PAIRS),
     )
     return folder
+
+
+def draw_text(draw: np.random.Generator, count: int) -> str:
+    return "".join(f"<{i}> " for i in draw.integers(3, 64, count))
 
 
 def words_of(files: Path, output: str, more: str = "") -> str:

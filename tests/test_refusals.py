@@ -1,7 +1,6 @@
 """Refusals of a training run: one line over all ranks with the value and the remedy, status 2, nothing written."""
 
 import json
-import os
 import pickle
 import shutil
 import subprocess
@@ -10,7 +9,7 @@ import time
 import traceback
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import forked
 import psutil
@@ -18,6 +17,7 @@ import pytest
 import small
 import torch
 import torch.distributed as dist
+from hostile_pickles import Hostile
 from huggingface_hub import constants
 from programs import Ended, program, programs
 from safetensors.torch import load_file, save_file
@@ -202,22 +202,16 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-class Hostile:
-    """Unpickled by an unrestricted reader, this runs a command."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.folder}/ran",)
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything that the cases name, and one run with two checkpoints."""
     folder = tmp_path_factory.mktemp("refusals")
     data = {"input_ids": [list(range(20)), list(range(30))]}
-    for name, content in (("data", data), ("outside", {"input_ids": [[1, VOCABULARY]]}), ("hostile", Hostile(folder))):
+    for name, content in (
+        ("data", data),
+        ("outside", {"input_ids": [[1, VOCABULARY]]}),
+        ("hostile", Hostile(folder / "ran")),
+    ):
         (folder / f"{name}.pkl").write_bytes(pickle.dumps(content))
     targetless = {"input_ids": [[1, 2, 3]], "labels": [[-100, -100, -100]]}
     (folder / "targetless.pkl").write_bytes(pickle.dumps(targetless))

@@ -1,9 +1,7 @@
 """Soft caps of attention scores: kernels against the definition, models against plain transformers, and refusals."""
 
-import copy
 import sys
 import types
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +9,8 @@ import torch
 import torch.distributed as dist
 from cases import slow_except
 from schedules import fitting
-from torch import Tensor, nn
+from test_windows import compare
+from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM
 from worlds import spawn
 
@@ -23,7 +22,7 @@ from lightseq.kernels.attention.tile import backward_tile, forward_tile
 from lightseq.kernels.attention.tile_kernel_choice import select, with_softcap
 from lightseq.schedule.table import Mask
 
-LENGTH, CAP, BOUNDARIES = 50, 1.5, [0, 4, 31, 50]
+LENGTH, CAP = 50, 1.5
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16, "max_position_embeddings": 256,
@@ -167,33 +166,9 @@ def model_of(**changes: Any) -> Any:
     return Gemma2ForCausalLM(Gemma2Config(**SIZES | changes)).eval()
 
 
-def loss_over_ranks(model: nn.Module, schedule: str, ids: Tensor, packed: bool) -> Tensor:
-    """Runs forward and backward, and sums the loss and the gradients over ranks."""
-    context = hf.enable(model, schedule=schedule, length=LENGTH)
-    assert context.selection.kernel.name == "reference"
-    batch = hf.shard_batch(context, ids, ids, cu_seqlens=BOUNDARIES if packed else None)
-    loss = model(**batch | {"num_items_in_batch": torch.tensor(50)}).loss
-    loss.backward()
-    total = loss.detach().clone()
-    for x in (total, *(p.grad for p in model.parameters())):
-        dist.all_reduce(x)
-    return total
-
-
 def train(rank: int, packed: bool) -> None:
-    want = model_of()
-    ids = torch.randint(61, (1 if packed else 2, LENGTH), generator=torch.Generator().manual_seed(0))
-    pieces = [ids[:, a:b] for a, b in pairwise(BOUNDARIES)] if packed else [ids]
-    expected = sum(want(input_ids=x, labels=x, num_items_in_batch=torch.tensor(50)).loss for x in pieces)
-    expected.backward()
     for schedule in fitting(dist.get_world_size(), 4, 2):
-        model = copy.deepcopy(want)
-        model.zero_grad()
-        loss = loss_over_ranks(model, schedule, ids, packed)
-        assert abs(loss - expected) < 1e-5 * abs(expected), (schedule, loss, expected)
-        for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
-            off = ((p.grad - q.grad).norm() / q.grad.norm()).item()
-            assert off < 2e-5, (schedule, name, off)
+        compare(model_of(), schedule, packed)
 
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "packed"])

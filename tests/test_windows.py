@@ -146,10 +146,15 @@ def model_of(name: str) -> PreTrainedModel:
     return kind(config(**SIZES | changes)).eval()
 
 
-def train(
-    rank: int, name: str, schedule: str, packed: bool, compiled: bool = False, cu_seqlens: tuple[int, ...] = DOCUMENTS
+def train(rank: int, name: str, *how: Any) -> None:
+    compare(model_of(name), *how)
+
+
+def compare(
+    want: Any, schedule: str, packed: bool, compiled: bool = False, cu_seqlens: tuple[int, ...] = DOCUMENTS
 ) -> None:
-    want = model_of(name)
+    """Compares loss and gradients over ranks with those of transformers on one process."""
+    want.zero_grad()
     model = copy.deepcopy(want)
     context = hf.enable(model, schedule=schedule, length=LENGTH)
     for layer in model.model.layers if compiled else ():
