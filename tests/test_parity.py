@@ -246,7 +246,8 @@ def test_every_model_schedule_mesh_and_accumulation_equals_one_process(world: in
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ten_steps_of_every_schedule_equal_one_process(world: int, tmp_path: Path) -> None:
-    _run(tmp_path, world, [Case(m, s, 1, 1) for m in FAMILIES for s in _fitting(m, world)], STEPS)
+    cases = [Case(m, s, 1, 3 if s == "prefix" else 1) for m in FAMILIES for s in _fitting(m, world)]
+    _run(tmp_path, world, [*cases, Case("tiny-llama2", "zigzag", world, 1)], STEPS)
 
 
 def _keeping(world: int) -> list[Case]:
@@ -306,12 +307,6 @@ def test_training_equals_one_process_under_every_way_to_store_layers(world: int,
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_compiled_training_equals_one_process(world: int, tmp_path: Path) -> None:
     _run(tmp_path, world, [case for case in _keeping(world) if case.compiled], steps=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [2, pytest.param(STEPS, marks=pytest.mark.slow)])
-def test_several_steps_equal_one_process(steps: int, tmp_path: Path) -> None:
-    _run(tmp_path, 2, [Case("tiny-llama3", "prefix", 1, 3), Case("tiny-llama2", "zigzag", 2, 1)], steps)
 
 
 @pytest.mark.parametrize("world", NCCL_WORLDS)
