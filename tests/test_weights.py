@@ -122,11 +122,8 @@ class CountedSlice:
     def __init__(self, part: Any, note: Callable[[int], None]) -> None:
         self.part, self.note = part, note
 
-    def get_shape(self) -> list[int]:
-        return self.part.get_shape()
-
-    def get_dtype(self) -> str:
-        return self.part.get_dtype()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part, name)
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         read = self.part[index]
