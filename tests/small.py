@@ -1,9 +1,11 @@
-"""A small model, data with a pattern to learn, and the command line that trains the one on the other."""
+"""A small model, data with a pattern to learn, and the command line that trains the one on the other, or plain SGD."""
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from transformers import LlamaConfig
 
 from lightseq.training.metrics import read_records
@@ -35,3 +37,22 @@ def words(files: Path, output: str, more: str = "") -> str:
 
 def losses(files: Path, output: str) -> list[float]:
     return [record["loss"] for record in read_records(files / output / "metrics.jsonl") if "loss" in record]
+
+
+def sgd_steps(model: Any, batches: list[list[list[int]]], rate: float) -> list[float]:
+    """Trains with plain SGD on one document after the other. Returns the mean loss over the targets of each batch."""
+    losses = []
+    for documents in batches:
+        total, targets = 0.0, sum(len(ids) - 1 for ids in documents)
+        for ids in documents:
+            x = torch.tensor([ids])
+            loss = model(input_ids=x, labels=x).loss * (len(ids) - 1) / targets
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= rate * parameter.grad
+                    parameter.grad = None
+    return losses

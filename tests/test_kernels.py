@@ -28,7 +28,7 @@ from lightseq.schedule.table import Mask
 # Mask, or a window, then queries and keys.
 CASES = [(Mask.FULL, 64, 64), (Mask.FULL, 48, 80), (Mask.CAUSAL, 64, 64), (Mask.CAUSAL, 32, 96), (Mask.CAUSAL, 1, 1),
          (Mask.STRICT, 64, 64), (Mask.STRICT, 1, 1), (Mask.CAUSAL, 72, 200),
-         (9, 64, 64), (1, 16, 16), (40, 32, 96), (130, 200, 400)]  # fmt: skip
+         (9, 64, 64), (1, 16, 16), (40, 32, 96), (130, 200, 400), (400, 70, 150)]  # fmt: skip
 HEADS = [(4, 4), (4, 2), (9, 3)]
 
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -167,16 +166,6 @@ def test_local_refuses_with_one_error_and_its_usage(
 
 def test_scripts_can_be_run() -> None:
     assert all(os.access(script, os.X_OK) for script in SCRIPTS)
-
-
-@pytest.mark.slow
-def test_scripts_are_clean_under_shellcheck() -> None:
-    shellcheck = shutil.which("shellcheck", path=f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}")
-    if shellcheck is None:
-        pytest.skip("shellcheck is not installed")
-    shared = ROOT / "launch" / "slurm" / "job.sh"
-    done = subprocess.run([shellcheck, *map(str, SCRIPTS), str(shared)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
 
 
 # ---- continuous integration ----------------------------------------------------------------------------------------

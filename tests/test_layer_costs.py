@@ -1,6 +1,5 @@
 """Planned costs of layers equal those that running layers have."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from cases import slow_except
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
-from worlds import one_process
 
 from lightseq import hf
 from lightseq.architecture.family import preset_config
@@ -19,6 +17,7 @@ from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.experts import use_grouped_experts
 from lightseq.plan.layer_costs import ATTENTION, MLP, OTHERS, LayerTable, Treatment
 
+pytestmark = pytest.mark.usefixtures("alone")
 SIZES = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "pad_token_id": 0, "max_position_embeddings": 512,
@@ -49,12 +48,6 @@ MEASURED: dict[Treatment, dict[str, tuple[float, float]]] = {
 
 def config_of(name: str) -> PreTrainedConfig:
     return CONFIG_MAPPING[name](**SIZES | MODELS[name])
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with one_process():
-        yield
 
 
 def saved_by_first_layer(model: PreTrainedModel, length: int) -> int:
@@ -100,21 +93,6 @@ def test_a_backward_pass_holds_what_an_h100_held(treatment: Treatment) -> None:
     for point, (hidden, intermediate) in MEASURED[treatment].items():
         expected = 2 * (hidden * config.hidden_size + intermediate * config.intermediate_size)
         assert working[point] == pytest.approx(expected, rel=0.001), point
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
-def test_experts_are_read_like_any_other_layer(compiled: bool) -> None:
-    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}
-    costs = [
-        LayerTable(CONFIG_MAPPING["qwen3_moe"](**SIZES, **sizes, num_experts_per_tok=chosen), torch.bfloat16).costs(
-            0, Treatment("none", compiled, tiles_mlp=False)
-        )
-        for chosen in (1, 2)
-    ]
-    inner, hidden = 2 * 16, 2 * 32  # bytes of a token of an expert's width and of the hidden size
-    assert costs[1].saved - costs[0].saved >= 3 * inner + hidden  # gate, up, their product, and the expert's input
-    assert costs[1].moved_backward > costs[0].moved_backward
 
 
 def test_a_checkpoint_of_a_layer_saves_its_input_and_what_its_policy_stores() -> None:

@@ -177,11 +177,6 @@ def test_unknown_keys_that_are_off_are_accepted(adapter: Path) -> None:
     assert read_config(adapter)["r"] == 4
 
 
-def test_the_defaults_of_peft_are_accepted(tmp_path: Path) -> None:
-    peft.LoraConfig(target_modules=TARGETS).save_pretrained(str(tmp_path))
-    assert read_config(tmp_path)["lora_alpha"] == 8
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
 def test_a_quantized_base_model_is_refused(
     base: Path, adapter: Path, capsys: pytest.CaptureFixture[str], dtype: torch.dtype

@@ -72,7 +72,16 @@ def test_value_and_gradients_equal_transformers(tile: int, store: bool, activati
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-13)
 
 
-def check_half_precision(dtype: torch.dtype, device: str, tile: int, store: bool, activation: str) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize(
+    ("device", "tile"),
+    [("cpu", 7), ("cpu", 50), *(pytest.param("cuda", tile, marks=pytest.mark.gpu(1)) for tile in (8, 50))],
+)
+def test_half_precision_errs_at_most_twice_as_much_as_plain(
+    device: str, tile: int, store: bool, dtype: torch.dtype, activation: str
+) -> None:
     """Against float64 on the same, already rounded numbers; plain is the module itself."""
     m, (x, dout) = module(dtype, device, activation), inputs(dtype, device)
     exact, wide = copy.deepcopy(m).double(), x.detach().double().requires_grad_()
@@ -85,26 +94,6 @@ def check_half_precision(dtype: torch.dtype, device: str, tile: int, store: bool
     plain = errors(results(m(x), x, m, dout))
     for name, mine, theirs in zip(("out", "x", "gate", "up", "down"), ours, plain, strict=True):
         assert mine <= 2 * theirs, f"{name}: error {mine:.1e}, plain {theirs:.1e}"
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tile", "store"), [(7, False), (7, True), (50, False)])
-def test_half_precision_errs_at_most_twice_as_much_as_plain(
-    dtype: torch.dtype, tile: int, store: bool, activation: str
-) -> None:
-    check_half_precision(dtype, "cpu", tile, store, activation)
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("store", [False, True])
-@pytest.mark.parametrize("tile", [8, 50])
-def test_on_a_gpu_it_errs_at_most_twice_as_much_as_plain(
-    dtype: torch.dtype, tile: int, store: bool, activation: str
-) -> None:
-    check_half_precision(dtype, "cuda", tile, store, activation)
 
 
 def test_gradients_of_the_weights_add_up_over_many_tiles_in_float32() -> None:
@@ -147,7 +136,8 @@ def test_adapters_beside_the_weights_give_what_peft_gives(
     assert "lightseq.gated_mlp_backward.default" in operators.ran and len(adapters) == 2 * len(targets)
 
 
-def check_small_adapters(device: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
+def test_a_small_adapters_contribution_is_not_rounded_away(device: str) -> None:
     """Compares adapters as at the start of training: 0.03% of the output, far below a bfloat16 step."""
     g = torch.Generator().manual_seed(0)
     x, weight, a, b = (torch.randn(n, 64, generator=g).to(device) for n in (512, 96, 8, 96))
@@ -176,15 +166,6 @@ def test_adapters_that_are_more_than_two_products_keep_their_own_forward(kind: d
         layer = nn.ModuleDict({"linear": nn.Linear(4, 4, bias=False)})
         linears.append(inject_adapter_in_model(LoraConfig(r=2, target_modules=["linear"], **options), layer)["linear"])
     assert [is_linear(linear) for linear in linears] == [True, False]
-
-
-def test_a_small_adapters_contribution_is_not_rounded_away() -> None:
-    check_small_adapters("cpu")
-
-
-@pytest.mark.gpu(1)
-def test_on_a_gpu_a_small_adapters_contribution_is_not_rounded_away() -> None:
-    check_small_adapters("cuda")
 
 
 class Alive(TorchDispatchMode):
@@ -285,40 +266,20 @@ def small_llama() -> tuple[LlamaModel, Callable[[], Tensor]]:
     return model, lambda: (model(input_ids=ids, use_cache=False).last_hidden_state * weigh).sum()
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tile", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_a_checkpoint_that_keeps_gate_and_up_makes_neither_again(
-    compiled: bool, tile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In short sequences, which fit one tile, as well."""
-    model, loss = small_llama()
-    parameters, made = list(model.parameters()), []
-    want = torch.autograd.grad(loss(), parameters)
-    multiply = tiled._act_mul
-    monkeypatch.setattr(tiled, "_act_mul", lambda *given: made.append(len(given[0])) or multiply(*given))
-    monkeypatch.setattr(tiled, "TILE_TOKENS", tile)
-    tile_mlps(model.layers, Changes(), store=True)
-    apply_remat(model.layers, STORE_MLP, compiled)
-    for layer in model.layers if compiled else []:
-        layer.forward = torch.compile(layer.forward, backend="aot_eager")
-    total = loss()
-    assert sum(made) == 3 * 20
-    for got, expected in zip(torch.autograd.grad(total, parameters), want, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    assert sum(made) == 3 * 20, "made again by the backward pass"
-    with torch.no_grad():
-        assert model.layers[0].mlp(torch.randn(1, 5, HIDDEN)).shape == (1, 5, HIDDEN)
-    assert sum(made) == 3 * 20, "an evaluation keeps nothing"
-
-
 @pytest.mark.parametrize(
-    ("policy", "compiled"),
-    slow_except([(policy, False) for policy in POLICIES[1:]], product(POLICIES[1:], (False, True))),
+    ("policy", "compiled", "tile"),
+    slow_except(
+        [*((policy, False, 5) for policy in POLICIES[1:]), (STORE_MLP, False, 50)],
+        [*product(POLICIES[1:], (False, True), (5,)), *product([STORE_MLP], (False, True), (50,))],
+    ),
 )
 def test_an_mlp_before_a_norm_gives_the_same_gradients(
-    policy: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    policy: str, compiled: bool, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gemma 3: GELU, and a norm that reads the MLP's output. Only `full` runs the MLP forward again."""
+    """Gemma 3: GELU, and a norm that reads the MLP's output. Only `full` runs the MLP forward again.
+
+    With gate and up stored, so do short sequences, which fit one tile.
+    """
     config = Gemma3TextConfig(
         hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=2, num_key_value_heads=2,
         num_hidden_layers=2, vocab_size=32, head_dim=8,
@@ -329,7 +290,7 @@ def test_an_mlp_before_a_norm_gives_the_same_gradients(
     want = torch.autograd.grad((model(input_ids=ids, use_cache=False).last_hidden_state * weigh).sum(), parameters)
     multiply = tiled._act_mul
     monkeypatch.setattr(tiled, "_act_mul", lambda *given: made.append(len(given[0])) or multiply(*given))
-    monkeypatch.setattr(tiled, "TILE_TOKENS", 5)
+    monkeypatch.setattr(tiled, "TILE_TOKENS", tile)
     tile_mlps(model.layers, Changes(), store=policy in STORES_MLP)
     apply_remat(model.layers, policy, compiled)
     torch._dynamo.reset()
@@ -339,6 +300,10 @@ def test_an_mlp_before_a_norm_gives_the_same_gradients(
     for got, expected in zip(torch.autograd.grad(loss, parameters), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert sum(made) == 2 * 20 * (2 if policy == "full" else 1)
+    made.clear()
+    with torch.no_grad():
+        model.layers[0].mlp(torch.randn(1, 5, HIDDEN))
+    assert sum(made) == 0, "an evaluation keeps nothing"
 
 
 def test_compiled_layers_say_nothing_of_their_checkpoints() -> None:

@@ -13,6 +13,7 @@ import torch
 from cases import slow_except
 from programs import programs
 from safetensors.torch import load_file, save_file
+from small import losses
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -27,7 +28,6 @@ from lightseq.models.presets import LLAMA3
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.packed_base import pack_layers
 from lightseq.tools.merged_weights import merge
-from lightseq.training.metrics import read_records
 
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of E2M1
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 64, 32
@@ -109,27 +109,28 @@ def test_bytes_have_the_values_of_transformers(dtype: torch.dtype) -> None:
         assert isinstance(weight[first:last], PackedWeight) and weight[first:last].equal(wanted[first:last])
 
 
+def words_of(published: Path, folder: Path, rows: int) -> tuple[str, list[list[int]]]:
+    """Writes rows of tokens. Returns flags that train the packed model on them, and the rows."""
+    data = np.random.default_rng(3).integers(3, 64, (rows, 43)).tolist()
+    (folder / "data.pkl").write_bytes(pickle.dumps({"input_ids": data}))
+    return f"--model_name_or_path {published}/packed --data_path {folder}/data.pkl --model_max_length 43", data
+
+
 @pytest.mark.parametrize(("world", "flags"), slow_except([], product((1, 2, 3), ("", "--bf16"))))
 def test_experts_in_their_own_bytes_train_as_in_bfloat16(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], world: int, flags: str
 ) -> None:
     pytest.importorskip("peft")
-    data = np.random.default_rng(3).integers(3, 64, (3, 43)).tolist()
-    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": data}))
-    words = (
-        f"--model_name_or_path {published}/packed --data_path {tmp_path}/data.pkl --model_max_length 43 --optim sgd "
-        f"--learning_rate 1 --lr_scheduler_type constant --lora_rank 2 {flags} "
-        f"--lora_target_parameters experts.gate_up_proj,experts.down_proj"
-    )
+    words, _ = words_of(published, tmp_path, 3)
+    words += f" --optim sgd --learning_rate 1 --lr_scheduler_type constant --lora_rank 2 {flags}"
+    words += " --lora_target_parameters experts.gate_up_proj,experts.down_proj"
     packed = f"{words} --load_in_4bit True"
     on, off = f"{packed} --output_dir {tmp_path}/on", f"{words} --output_dir {tmp_path}/off"
     runs = [f"{on} --max_steps 2", f"{off} --max_steps 3", f"{on} --max_steps 3 --resume_from_checkpoint True"]
     ends = spawn(world, programs, "any", runs)[0]
     assert all(end.status == 0 for end in ends), [end.err for end in ends]
     assert "frozen experts in MXFP4 as stored" in ends[0].out and "are read as bfloat16" in ends[1].out
-    records = [read_records(tmp_path / name / "metrics.jsonl") for name in ("on", "off")]
-    losses = [[record["loss"] for record in each if "loss" in record] for each in records]
-    assert losses[0] == losses[1]
+    assert losses(tmp_path, "on") == losses(tmp_path, "off")
     ours, wanted = (load_file(tmp_path / name / "checkpoint-3" / "adapter_model.safetensors") for name in ("on", "off"))
     assert all(x.equal(ours[name]) for name, x in wanted.items())
     assert not (tmp_path / "on" / "checkpoint-3" / "adapter_four_bits.json").exists()  # the values are the same
@@ -186,12 +187,8 @@ def test_an_adapter_is_merged_into_bfloat16(published: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_run_starts_from_mxfp4_and_saves_bfloat16(published: Path, tmp_path: Path) -> None:
-    data = np.random.default_rng(3).integers(3, 64, (1, 43)).tolist()
-    (tmp_path / "data.pkl").write_bytes(pickle.dumps({"input_ids": data}))
-    words = (
-        f"--model_name_or_path {published}/packed --data_path {tmp_path}/data.pkl --model_max_length 43 --max_steps 1 "
-        f"--output_dir {tmp_path}/out --learning_rate 0 --bf16"
-    )
+    words, data = words_of(published, tmp_path, 1)
+    words += f" --max_steps 1 --output_dir {tmp_path}/out --learning_rate 0 --bf16"
     ((ended,), *_) = spawn(2, programs, "any", [words])
     assert ended.status == 0, ended.err
     assert "packed: weights in MXFP4 are read as bfloat16; checkpoints have no MXFP4\n" in ended.out
@@ -199,7 +196,7 @@ def test_a_run_starts_from_mxfp4_and_saves_bfloat16(published: Path, tmp_path: P
     assert "quantization_config" not in json.loads((saved / "config.json").read_text())
     ids, plain = torch.tensor(data), AutoModelForCausalLM.from_pretrained(published / "plain", dtype=torch.float32)
     loss = plain(input_ids=ids, labels=ids).loss.item()
-    assert read_records(tmp_path / "out" / "metrics.jsonl")[0]["loss"] == pytest.approx(loss, rel=0.01)
+    assert losses(tmp_path, "out") == pytest.approx([loss], rel=0.01)
     found = AutoModelForCausalLM.from_pretrained(saved)
     for name, weight in plain.state_dict().items():
         assert found.get_parameter(name).dtype == torch.bfloat16

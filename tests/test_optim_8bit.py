@@ -1,6 +1,7 @@
 """AdamW with states of 8 bits: it trains as AdamW does, in a quarter of the memory, and goes on where it stopped."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from programs import Ended, program
 from small import HIDDEN, INTERMEDIATE, VOCABULARY, losses, words, write_inputs
+from test_optimization import updated
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from worlds import spawn
@@ -118,21 +120,18 @@ def _updates(rank: int, flags: dict[str, float], piece: int | None) -> list[list
     """Three updates of a weight, whose states stay in 32 bits, with the flags, by torch, and without the flags."""
     torch.compiler.set_stance("force_eager")
     betas = flags["adam_beta1"], flags["adam_beta2"]
-    torchs = torch.nn.Linear(2, 2, bias=False)
-    optimizers = [(torchs, torch.optim.AdamW(torchs.parameters(), 0.1, betas, flags["adam_epsilon"], 0.0))]
-    for given in (flags, {}):
-        model = torch.nn.Linear(2, 2, bias=False)
+
+    def ours(given: dict[str, float], model: torch.nn.Module) -> torch.optim.Optimizer:
         config = TrainConfig(learning_rate=0.1, optim="adamw_8bit", **given)  # type: ignore[arg-type]
-        optimizers.append((model, optimization.make_optimizer(model, config)))
+        optimizer = optimization.make_optimizer(model, config)
         if piece is not None:
-            compute_updates_on(torch.device("cpu"), optimizers[-1][1], piece)
-    for model, optimizer in optimizers:
-        torch.nn.init.zeros_(model.weight)
-        for size in (1.0, -0.2, 3.0):
-            model.weight.grad = torch.tensor([[size, 2 * size], [0.1 * size, -size]])
-            optimizer.step()
-    by_torch, with_flags, without = (model.weight.flatten().tolist() for model, _ in optimizers)
-    return [with_flags, by_torch, without]
+            compute_updates_on(torch.device("cpu"), optimizer, piece)
+        return optimizer
+
+    def torchs(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), 0.1, betas, flags["adam_epsilon"], 0.0)
+
+    return [updated(make).flatten().tolist() for make in (partial(ours, flags), torchs, partial(ours, {}))]
 
 
 @pytest.mark.slow

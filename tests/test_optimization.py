@@ -20,7 +20,7 @@ from transformers import Trainer, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from worlds import spawn
 
-from benchmarks.tiny_models import plain_model, tiny_config
+from benchmarks.tiny_models import tiny_config
 from lightseq.config.choices import FOLLOW_A_METRIC, LR_SCHEDULES
 from lightseq.config.train_config import TrainConfig
 from lightseq.distributed.parallel_dims import local_part, shard_groups
@@ -34,7 +34,6 @@ from lightseq.training.optimization import (
     LossScaler,
     check_lr_schedule,
     clip,
-    first_nonfinite,
     gradient_norms,
     make_optimizer,
     step_if_finite,
@@ -117,29 +116,6 @@ def test_rates_equal_transformers_and_need_no_history(name: str, kwargs: dict, w
         assert all(group["lr"] == pytest.approx(expected[step]) for group in optimizer.param_groups)
 
 
-def test_only_matrices_decay() -> None:
-    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4), nn.LayerNorm(4))
-    decays = {id(p): g["weight_decay"] for g in make_optimizer(model, CONFIG).param_groups for p in g["params"]}
-    assert {n: decays[id(p)] for n, p in model.named_parameters()} == {
-        "0.weight": 0.5, "1.weight": 0.5, "1.bias": 0.0, "2.weight": 0.0, "2.bias": 0.0,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes", "names"),
-    [("gpt_oss", {}, ("gate_up_proj_bias", "down_proj_bias", "sinks")),
-     ("cohere", {"use_qk_norm": True}, ("q_norm.weight", "k_norm.weight"))],
-)  # fmt: skip
-def test_norms_of_heads_and_biases_of_experts_do_not_decay(
-    model_type: str, changes: dict[str, bool], names: tuple[str, ...]
-) -> None:
-    model = plain_model(tiny_config(model_type, **changes))
-    decays = {id(p): g["weight_decay"] for g in make_optimizer(model, CONFIG).param_groups for p in g["params"]}
-    found = {name: decays[id(p)] for name, p in model.named_parameters()}
-    assert {found[name] for name in found if name.endswith(names)} == {0.0}
-    assert {found[name] for name in found if name.endswith(("q_proj.weight", "experts.gate_up_proj"))} == {0.5}
-
-
 # By family, the ends of names of parameters that transformers' Trainer decays and we do not.
 EXEMPT_HERE: dict[str, set[str]] = {
     "llama": set(), "gpt2": set(), "qwen3_moe": set(), "deepseek_v3": set(), "laguna": set(), "ernie4_5_moe": set(),
@@ -153,9 +129,10 @@ EXEMPT_HERE: dict[str, set[str]] = {
 
 @pytest.mark.parametrize("family", EXEMPT_HERE)
 def test_weight_decay_is_that_of_transformers_but_for_rates_and_sinks(family: str) -> None:
-    model = build_to_train(tiny_config(family))
-    decayed, _ = make_optimizer(model, CONFIG).param_groups
-    assert decayed["weight_decay"] == CONFIG.weight_decay
+    changes = {"use_qk_norm": True} if family == "cohere" else {}  # norms of two dimensions
+    model = build_to_train(tiny_config(family, **changes))
+    decayed, others = make_optimizer(model, CONFIG).param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (CONFIG.weight_decay, 0.0)
     decays = {id(p) for p in decayed["params"]}
     ours = {name for name, p in model.named_parameters() if id(p) in decays}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -269,19 +246,6 @@ def _norm_of(rank: int, x: torch.Tensor) -> float:
     return gradient_norms([x], [(dist.group.WORLD,)]).item()
 
 
-def _norms(rank: int) -> float:
-    """Every rank holds other gradients; the last one may hold none at all."""
-    g = torch.Generator().manual_seed(rank)
-    grads = [torch.randn(5, generator=g), torch.randn(0 if rank else 3, 2, generator=g)]
-    norm = gradient_norms(grads, [(dist.group.WORLD,)] * 2).norm()
-    everything = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, torch.cat([x.flatten() for x in grads]))
-    assert norm.item() == pytest.approx(torch.cat(everything).norm().item(), rel=1e-6)
-    clip(grads, norm, 0.5)
-    assert gradient_norms(grads, [(dist.group.WORLD,)] * 2).norm().item() == pytest.approx(0.5, rel=1e-5)
-    return norm.item()
-
-
 @pytest.mark.parametrize(
     ("device", "threads", "ranks", "wanted"),
     [("cuda:0", 1, 4, [16]), ("cuda:0", 8, 4, []), ("cuda:0", 1, 64, []), ("cpu", 1, 4, [])],
@@ -295,10 +259,6 @@ def test_an_update_on_the_host_has_a_ranks_share_of_its_cores(
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     use_host_cores(World(0, ranks, 0, ranks, torch.device(device)))
     assert asked == wanted
-
-
-def test_the_norm_spans_all_ranks_and_clipping_reaches_it() -> None:
-    assert len(set(spawn(3, _norms))) == 1
 
 
 def _norms_over_meshes(rank: int) -> tuple[list[float], list[Any]]:
@@ -356,11 +316,6 @@ def test_a_step_without_a_finite_gradient_changes_nothing(name: str) -> None:
     for nonfinite in (float("nan"), float("inf")):
         assert all(torch.equal(x, y) for x, y in zip(step(nonfinite), before, strict=True))
     assert not torch.equal(step(0.5)[0], before[0])
-
-
-def test_the_first_nonfinite_parameter_is_found() -> None:
-    assert first_nonfinite(torch.tensor([1.0, 2.0, 0.0])) == -1
-    assert first_nonfinite(torch.tensor([1.0, float("inf"), float("nan")])) == 1
 
 
 def test_an_overflow_halves_the_scale_and_forbids_the_step() -> None:

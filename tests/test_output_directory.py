@@ -43,8 +43,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(run: str) -> Ended:
-    end = alone(run)
+@pytest.fixture
+def run(files: Path, tmp_path: Path) -> Path:
+    """A copy of that run."""
+    return shutil.copytree(files / "whole", tmp_path / "run")
+
+
+def train(line: str) -> Ended:
+    end = alone(line)
     assert end.status == 0, end.err
     return end
 
@@ -74,21 +80,19 @@ def test_a_run_that_begins_anew_removes_nothing_that_no_run_wrote(files: Path, t
 
 
 def test_overwriting_is_refused_where_it_would_delete_the_model_that_training_starts_from(
-    files: Path, tmp_path: Path
+    files: Path, run: Path
 ) -> None:
-    shutil.copytree(files / "whole", tmp_path / "run")
-    model = tmp_path / "run" / "checkpoint-2"
-    flags = f"--max_steps 1 --overwrite_output_dir --output_dir {tmp_path}/run --model_name_or_path {model}"
+    model = run / "checkpoint-2"
+    flags = f"--max_steps 1 --overwrite_output_dir --output_dir {run} --model_name_or_path {model}"
     end = alone(words(files, "run", flags))
     assert end.status == 2 and "whose checkpoints --overwrite_output_dir deletes; give another" in end.err
     assert find_damage(model) is None
 
 
-def test_a_checkpoint_that_was_moved_and_linked_is_resumed(files: Path, tmp_path: Path) -> None:
-    shutil.copytree(files / "whole", tmp_path / "run")
-    (tmp_path / "run" / "checkpoint-2").rename(tmp_path / "archived")
-    (tmp_path / "run" / "checkpoint-2").symlink_to(tmp_path / "archived")
-    train(words(files, "run", f"--max_steps 3 --output_dir {tmp_path}/run --resume_from_checkpoint True"))
+def test_a_checkpoint_that_was_moved_and_linked_is_resumed(files: Path, run: Path, tmp_path: Path) -> None:
+    (run / "checkpoint-2").rename(tmp_path / "archived")
+    (run / "checkpoint-2").symlink_to(tmp_path / "archived")
+    train(words(files, "run", f"--max_steps 3 --output_dir {run} --resume_from_checkpoint True"))
 
 
 def test_auto_keeps_what_an_earlier_run_logged_that_saved_nothing(files: Path, tmp_path: Path) -> None:
@@ -102,11 +106,7 @@ def test_auto_keeps_what_an_earlier_run_logged_that_saved_nothing(files: Path, t
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["overwrite_output_dir"] is False
 
 
-def test_overwriting_removes_what_a_run_wrote_and_keeps_the_files_of_other_programs(
-    files: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(files / "whole", run)
+def test_overwriting_removes_what_a_run_wrote_and_keeps_the_files_of_other_programs(run: Path) -> None:
     for name in ("profile/rank0.json.gz", "profile/summary-rank0.json", "hang/rank1.txt", "runs/events.out.tfevents.1"):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text("")
@@ -128,9 +128,7 @@ def test_overwriting_keeps_the_metrics_and_the_facts_of_another_program(tmp_path
     assert (tmp_path / "metrics.jsonl.earlier").read_text() == '{"epoch": 1}\n'
 
 
-def test_a_removed_checkpoint_leaves_files_of_other_programs(files: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(files / "whole", run)
+def test_a_removed_checkpoint_leaves_files_of_other_programs(run: Path) -> None:
     (run / "checkpoint-1" / "state" / "notes.txt").write_text("mine")
     prune(run, 1, False)
     assert [path.name for path in list_checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
@@ -140,21 +138,19 @@ def test_a_removed_checkpoint_leaves_files_of_other_programs(files: Path, tmp_pa
     assert find_damage(run / "checkpoint-2") is None
 
 
-def test_a_checkpoint_that_is_a_link_loses_the_link_alone(files: Path, tmp_path: Path) -> None:
-    shutil.copytree(files / "whole", tmp_path / "run")
-    (tmp_path / "run" / "checkpoint-1").rename(tmp_path / "archived")
-    (tmp_path / "run" / "checkpoint-1").symlink_to(tmp_path / "archived")
-    prune(tmp_path / "run", 1, False)
-    assert not (tmp_path / "run" / "checkpoint-1").exists() and find_damage(tmp_path / "archived") is None
+def test_a_checkpoint_that_is_a_link_loses_the_link_alone(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoint-1").rename(tmp_path / "archived")
+    (run / "checkpoint-1").symlink_to(tmp_path / "archived")
+    prune(run, 1, False)
+    assert not (run / "checkpoint-1").exists() and find_damage(tmp_path / "archived") is None
 
 
-def test_save_total_limit_counts_only_the_runs_own_checkpoints(files: Path, tmp_path: Path) -> None:
-    shutil.copytree(files / "whole", tmp_path / "run")
-    other = tmp_path / "run" / "checkpoint-9"
+def test_save_total_limit_counts_only_the_runs_own_checkpoints(run: Path) -> None:
+    other = run / "checkpoint-9"
     other.mkdir()
     (other / TRAINER_STATE).write_text('{"global_step": 9}')  # as transformers' Trainer has it
-    prune(tmp_path / "run", 1, False)
-    names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    prune(run, 1, False)
+    names = sorted(path.name for path in run.glob("checkpoint-*"))
     assert names == ["checkpoint-2", "checkpoint-9"] and (other / TRAINER_STATE).is_file()
 
 
@@ -251,16 +247,14 @@ def test_a_last_record_without_a_line_s_end_is_kept(tmp_path: Path) -> None:
     assert not damaged_lines(tmp_path / "metrics.jsonl")
 
 
-def test_a_run_goes_on_with_metrics_that_are_damaged_or_missing(files: Path, tmp_path: Path) -> None:
-    run, said = tmp_path / "run", "run.json"
-    shutil.copytree(files / "whole", run)
+def test_a_run_goes_on_with_metrics_that_are_damaged_or_missing(files: Path, run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('17\n{"epoch": 3}\nhello')
     flags = f"--save_strategy no --resume_from_checkpoint auto --output_dir {run}"
     end = train(words(files, "run", f"--max_steps 3 {flags}"))
     assert f"warning: {run}/metrics.jsonl: moved 3 damaged lines to metrics.jsonl.damaged" in end.out
     assert [record["step"] for record in read_records(run / "metrics.jsonl")] == [1, 2, 3]
-    assert any("metrics.jsonl.damaged" in note for note in json.loads((run / said).read_text())["notes"])
+    assert any("metrics.jsonl.damaged" in note for note in json.loads((run / "run.json").read_text())["notes"])
     (run / "metrics.jsonl").unlink()
     end = train(words(files, "run", f"--max_steps 3 {flags}"))
     assert f"warning: {run}/metrics.jsonl is missing; the metrics up to step 2 are lost" in end.out

@@ -99,12 +99,6 @@ def test_workflows_run_scripts_that_are_here_and_publish_without_a_token() -> No
     assert "secrets." not in "".join(texts.values())
 
 
-def test_the_citation_names_the_paper() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["cff-version"] == "1.2.0" and citation["license"] == PROJECT["license"]
-    assert citation["references"][0]["url"] == "https://arxiv.org/abs/2310.03294"
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")

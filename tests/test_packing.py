@@ -245,17 +245,6 @@ def test_documents_that_cannot_be_honoured_are_refused() -> None:
     spawn(1, _refusals)
 
 
-def _different_documents(rank: int) -> None:
-    model = _model(num_hidden_layers=1)
-    context = hf.enable(model, schedule="ring")
-    batch = hf.shard_batch(context, torch.zeros(1, 16, dtype=torch.int64), cu_seqlens=[0, 4 + rank, 16])
-    _refused(lambda: model(**batch), "different documents")
-
-
-def test_different_documents_on_ranks_are_one_clear_error_on_each() -> None:
-    spawn(2, _different_documents)
-
-
 def _recompilations(rank: int) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -366,12 +355,6 @@ def test_a_schedule_that_packed_documents_make_uneven_is_warned_of(schedule: str
     table = packed_schedule(make_schedule(schedule, 8), Nodes((0, 100, 700, 720, 724, 1024)))
     assert warned(schedule, 8) == (balance(table) < 0.9), balance(table)
     assert not warned(schedule, 1) and not warned(schedule, 8, "none") and not warned("auto", 8)
-
-
-@pytest.mark.slow
-def test_training_on_packed_documents_equals_training_on_each_alone(tmp_path: Path) -> None:
-    case = {"schedule": "zigzag", "gradient_accumulation_steps": 2, "remat": "full", "offload": "activations"}
-    _compare(tmp_path, 2, [case])
 
 
 @pytest.mark.slow

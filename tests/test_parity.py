@@ -246,7 +246,8 @@ def test_every_model_schedule_mesh_and_accumulation_equals_one_process(world: in
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ten_steps_of_every_schedule_equal_one_process(world: int, tmp_path: Path) -> None:
-    _run(tmp_path, world, [Case(m, s, 1, 1) for m in FAMILIES for s in _fitting(m, world)], STEPS)
+    cases = [Case(m, s, 1, 3 if s == "prefix" else 1) for m in FAMILIES for s in _fitting(m, world)]
+    _run(tmp_path, world, [*cases, Case("tiny-llama2", "zigzag", world, 1)], STEPS)
 
 
 def _keeping(world: int) -> list[Case]:
@@ -282,14 +283,6 @@ def _eager(world: int) -> list[Case]:
     return [case for case in _keeping(world) if not case.compiled]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_each_schedule_equals_one_process(world: int, tmp_path: Path) -> None:
-    cases = _each_schedule(world, 2 if world == 4 else 1)
-    assert world != 4 or {case.schedule for case in cases} == {*_fitting("tiny-llama3", 4)}
-    _run(tmp_path, world, cases, steps=1)
-
-
 def test_training_equals_one_process(tmp_path: Path) -> None:
     """Each schedule of two ranks with another way to store layers, and a data x sequence mesh."""
     cases = [
@@ -314,12 +307,6 @@ def test_training_equals_one_process_under_every_way_to_store_layers(world: int,
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_compiled_training_equals_one_process(world: int, tmp_path: Path) -> None:
     _run(tmp_path, world, [case for case in _keeping(world) if case.compiled], steps=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [2, pytest.param(STEPS, marks=pytest.mark.slow)])
-def test_several_steps_equal_one_process(steps: int, tmp_path: Path) -> None:
-    _run(tmp_path, 2, [Case("tiny-llama3", "prefix", 1, 3), Case("tiny-llama2", "zigzag", 2, 1)], steps)
 
 
 @pytest.mark.parametrize("world", NCCL_WORLDS)
@@ -359,9 +346,3 @@ def test_the_host_never_waits_for_the_device_in_a_step(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path / "model")  # fmt: skip
     [loss] = spawn(1, step_without_waiting, str(tmp_path), device="cuda")
     assert loss == pytest.approx(math.log(512), rel=0.05)
-
-
-def test_the_reference_itself_learns() -> None:
-    """A reference that does not move would agree with anything that does not either."""
-    losses = reference("tiny-llama2", 2, False, STEPS).losses
-    assert losses[0] == pytest.approx(math.log(512), rel=0.02) and losses[-1] < losses[0] - 0.05

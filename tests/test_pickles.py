@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hostile_pickles import Hostile
 from programs import alone
 from transformers import LlamaConfig
 
@@ -170,18 +171,10 @@ def test_every_protocol_is_read_and_a_truncated_pickle_is_one_line(tmp_path: Pat
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-class Malicious:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_pickle_runs_no_code(tmp_path: Path, protocol: int) -> None:
     trap = tmp_path / "trap"
-    path = pickle_file(tmp_path / "data.pkl", {"input_ids": [[1, 2]], "x": Malicious(trap)}, protocol)
+    path = pickle_file(tmp_path / "data.pkl", {"input_ids": [[1, 2]], "x": Hostile(trap)}, protocol)
     assert "it builds" in refusal(path) and not trap.exists()
     pickle.loads(path.read_bytes())  # the trap works
     assert trap.exists()
@@ -240,9 +233,7 @@ def test_a_pipe_is_not_read(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         ([[1, 2]], "is not a dict with 'input_ids'"),
-        ({"ids": [[1, 2]]}, "is not a dict with 'input_ids'"),
         ({"input_ids": [1, 2]}, "sequence 0 is not a list of integers"),
-        ({"input_ids": ["text"]}, "sequence 0 is not a list of integers"),
         ({"input_ids": [[1.5, 2.0]]}, "sequence 0 is not a list of integers"),
         ({"input_ids": [[True, False]]}, "sequence 0 is not a list of integers"),
         ({"input_ids": [[[1, 2], [3]]]}, "sequence 0 is not a list of integers"),

@@ -14,7 +14,6 @@ from lightseq.config.command_line import parse
 from lightseq.data.packing import PackedExamples, open_packed
 from lightseq.data.sources import ReadOptions
 from lightseq.distributed.world import World
-from lightseq.hf.image_inputs import check_text_only
 from lightseq.integrations.whole_batches import WholeBatches
 from lightseq.models.decoder import placeholder_ids
 from lightseq.models.presets import LLAMA3
@@ -98,10 +97,6 @@ def test_loops_refuse_a_batch_with_tokens_of_images_or_audio(model_type: str, al
         hf.shard_batch(context, text, text)
     with pytest.raises(ValueError, match=f"the model's {name}.*trees of rows hold text only; use shard_batch for"):
         hf.shard_rows(context, text.tolist(), [[0.0, 1.0, 1.0]] * 2)
-
-
-def test_text_passes() -> None:
-    check_text_only(torch.tensor([[3, 4]]), {IMAGE: "image_token_id"})
 
 
 def test_random_weights_of_a_composite_say_what_checkpoints_lack(tmp_path: Path) -> None:

@@ -117,10 +117,6 @@ def test_layers_are_kept_then_offloaded_unless_recomputing_is_faster(
     assert found is not None and found.text == words
 
 
-def test_nothing_fits_without_room_for_the_inputs_of_all_layers() -> None:
-    assert place([action_costs()] * 8, 31, 0) is None
-
-
 def summed(actions: Sequence[str], costs: Sequence[Mapping[str, ActionCost]]) -> tuple[float, float, float]:
     """Adds up device bytes in the worst layer's backward pass, host bytes and seconds, layer by layer.
 
@@ -240,15 +236,7 @@ def test_memory_is_planned_for_every_layer_where_offloaded_layers_are_spread() -
     assert saved == {i: (staying[i] - (i % 2 == 0 and i < 25) + moving[i]) * layer for i in range(32)}
 
 
-@pytest.mark.parametrize(
-    ("asked", "taken"),
-    [
-        ("auto", "symmetric"),
-        ("auto-blocking", "symmetric"),
-        ("symmetric-blocking", "symmetric"),
-        ("nccl-blocking", "nccl"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "taken"), [("auto-blocking", "symmetric"), ("nccl-blocking", "nccl")])
 def test_a_transport_without_overlap_takes_the_same_memory(asked: str, taken: str) -> None:
     assert planned_run(LLAMA, f"--bf16 --transport {asked}", 4).transport == taken
 
@@ -259,34 +247,13 @@ def test_packed_sequences_get_the_schedule_that_training_takes() -> None:
     assert planned_run(LLAMA, "--bf16 --remat none --model_max_length 16K", 4).choice.schedule == "ulysses"
 
 
-def test_state_is_float32_masters_and_adamw_moments_over_all_ranks() -> None:
-    parts, weights = plan("", 4).parts, 4 * total_parameters(LLAMA) // 4
-    assert parts.parameters == pytest.approx(weights, rel=1e-3) and parts.optimizer == 2 * parts.parameters
-    assert plan("--optim adamw_8bit", 4).parts.optimizer == pytest.approx(weights / 2, rel=1e-3)
+def test_pinned_gradients_take_powers_of_two_of_host_memory() -> None:
     on_host = plan("--offload optimizer", 4)
     assert on_host.parts.parameters == on_host.parts.optimizer == 0
-    took = on_host.host_bytes / 4 - PROCESS_BYTES - 4 * weights
-    # torch pins gradients, each in a power of two of bytes: 4096 x 14336 numbers over four ranks are 56 MiB of 64.
+    took = on_host.host_bytes / 4 - PROCESS_BYTES - 4 * total_parameters(LLAMA)
+    # Of weights, moments and gradients torch pins the last: 4096 x 14336 numbers over four ranks are 56 MiB of 64.
     table = 4 * LLAMA.vocab_size * LLAMA.hidden_size // 4
     assert took == pytest.approx(32 * 3 * 8 * 2**20 + 2 * (2 ** ceil(log2(table)) - table), rel=1e-3)
-
-
-def test_adapters_leave_the_weights_without_gradients_and_optimizer_state() -> None:
-    flags = "--torch_compile --model_max_length 32K --offload activations"
-    whole, adapted = plan(flags, 2), plan(f"{flags} --lora_rank 16", 2)
-    assert whole.placement == adapted.placement == Placement((OFFLOAD,) * 31 + (KEEP,))
-    assert adapted.parts.parameters == pytest.approx(whole.parts.parameters / 2, rel=0.02)
-    assert adapted.parts.optimizer < 0.02 * whole.parts.optimizer and adapted.step_seconds < whole.step_seconds
-
-
-def test_offloaded_activations_are_on_the_host_within_its_budget() -> None:
-    flags = "--model_max_length 131072"
-    kept, left = plan(flags, 8), plan(f"{flags} --offload activations", 8)
-    layer = kept.parts.stored_activations / 32 if "layer 31" in kept.when else 16384 * (2 * 4096 * 2 + 128)
-    assert left.host_bytes - kept.host_bytes == pytest.approx(8 * 31 * layer, rel=1e-6)
-    assert left.parts.total < kept.parts.total
-    bounded = plan(f"{flags} --offload activations --host_memory_budget 1", 8)
-    assert bounded.placement.count(OFFLOAD) == int(GIB // layer)
 
 
 def test_layers_offload_into_what_weights_leave_of_host_memory() -> None:
@@ -671,16 +638,6 @@ def test_tiles_are_planned_only_for_supported_layers(capsys: pytest.CaptureFixtu
 # ---- choosing -------------------------------------------------------------------------------------------------------
 
 SMALL = preset_config(BOTH, "llama3.2-1b")
-
-
-@pytest.mark.slow
-def test_longer_sequences_recompute_more() -> None:
-    chosen = [
-        make_plan(planned_run(SMALL, f"--bf16 --model_max_length {length}", 2, 73 * GIB, 9 * GIB, chosen=True))
-        for length in ("32K", "128K", "256K")
-    ]
-    assert [plan.run.config.remat for plan in chosen] == ["none", "attention+linears", "attention"]
-    assert all(plan.fits and plan.run.config.torch_compile and not plan.run.state_on_host for plan in chosen)
 
 
 @pytest.mark.parametrize(

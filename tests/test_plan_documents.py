@@ -133,18 +133,6 @@ def test_evenly_spaced_documents_stand_for_very_many(monkeypatch: pytest.MonkeyP
 # ---- the plan -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", ["--remat attention", "--remat full"])
-def test_documents_take_their_share_of_the_time_of_attention(flags: str) -> None:
-    run = planned_run(LLAMA, f"--bf16 --packing best_fit --model_max_length 32K {flags}", 2)
-    whole, packed = (plan_as_given(run.changed(documents=x)) for x in (None, QUARTER))
-    assert packed.seconds["attention"] == pytest.approx(whole.seconds["attention"] / 4)
-    assert packed.parts == whole.parts and packed.mfu < whole.mfu * whole.step_seconds / packed.step_seconds
-    others = [{k: v for k, v in plan.seconds.items() if k != "attention"} for plan in (whole, packed)]
-    assert others[0] == others[1]
-    full_rows = plan_as_given(run.changed(documents=DocumentLengths(32768, 32768, 32768)))
-    assert (full_rows.step_seconds, full_rows.mfu) == (whole.step_seconds, whole.mfu)
-
-
 def test_at_another_length_documents_keep_their_sizes() -> None:
     run = planned_run(LLAMA, "--bf16 --packing best_fit --model_max_length 32K", 2).changed(documents=QUARTER)
     assert [run.with_length(n).attention_share for n in (2**14, 2**15, 2**16)] == [0.5, 0.25, 0.125]

@@ -67,6 +67,14 @@ def planned_point(record: dict[str, Any]) -> Plan:
     return plan_as_given(plan.run.changed(reshard_after_forward=reshards), plan.placement)
 
 
+def planned(record: dict[str, Any], model: str, *flags: str) -> Plan:
+    """Plans a step of benchmarks/step.py as its record says, with more flags."""
+    words = [*NEEDED, "--bf16", "--model_max_length", str(record["length"]), "--remat", record["remat"], *flags]
+    config = parse(words, "").resolve_memory_flags(on_gpu=True)
+    whole = model_of(model, record["layers"])[1]
+    return make_plan(PlannedRun(whole, config, hardware_of(record, record["world"])))
+
+
 def check_plan(plan: Plan, record: dict[str, Any]) -> None:
     planned = {"peak_memory_allocated_bytes": plan.parts.total, "step_seconds": plan.step_seconds}
     for name, number in planned.items():
@@ -117,23 +125,14 @@ def test_packed_rows_are_planned_within_five_percent_and_ten(record: dict[str, A
 
 @pytest.mark.slow
 def test_states_and_heads_of_hybrids_are_planned_within_five_percent_and_ten() -> None:
-    planned: dict[tuple[int, str], float] = {}
+    seconds: dict[tuple[int, str], float] = {}
     for record in ours("step-qwen3.5-9b-4xh200"):
         recurrent = record["label"].partition("recurrent_schedule ")[2].rstrip(")")
-        flags = [
-            "--model_max_length",
-            str(record["length"]),
-            "--remat",
-            record["remat"],
-            "--recurrent_schedule",
-            recurrent,
-        ]
-        config = parse([*NEEDED, "--bf16", *flags], "").resolve_memory_flags(on_gpu=True)
-        plan = make_plan(PlannedRun(model_of("qwen3.5-9b")[1], config, hardware_of(record, record["world"])))
+        plan = planned(record, "qwen3.5-9b", "--recurrent_schedule", recurrent)
         check_plan(plan, record)
-        planned[record["length"], recurrent] = plan.step_seconds
-    assert len(planned) == 4
-    assert all(planned[length, "chain"] < planned[length, "heads"] for length, _ in planned)
+        seconds[record["length"], recurrent] = plan.step_seconds
+    assert len(seconds) == 4
+    assert all(seconds[length, "chain"] < seconds[length, "heads"] for length, _ in seconds)
 
 
 def four_bits(record: dict[str, Any]) -> PlannedRun:
@@ -168,10 +167,7 @@ def test_long_and_large_models_in_four_bits_are_planned_as_closely(file: str, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("record", GEMMA, ids=[f"{r['length']}, {r['remat']}, {r['commit']}" for r in GEMMA])
 def test_windows_wide_heads_and_more_norms_are_planned_within_five_percent_and_ten(record: dict[str, Any]) -> None:
-    words = [*NEEDED, "--bf16", "--model_max_length", str(record["length"]), "--remat", record["remat"]]
-    config = parse(words, "").resolve_memory_flags(on_gpu=True)
-    run = PlannedRun(model_of("gemma3-4b")[1], config, hardware_of(record, record["world"]))
-    check_plan(make_plan(run), record)
+    check_plan(planned(record, "gemma3-4b"), record)
 
 
 # Gathers of experts fill the steps of the whole model, and a small part of those of six layers.
@@ -185,11 +181,8 @@ MIXTURES = ours("step-qwen3-30b-a3b-4xh200") + [
 @pytest.mark.slow
 @pytest.mark.parametrize("record", MIXTURES, ids=[f"{r['label']}, {r['length']}, {r['layers']}" for r in MIXTURES])
 def test_mixtures_are_planned_within_five_percent_and_ten(record: dict[str, Any]) -> None:
-    words = [*NEEDED, "--bf16", "--model_max_length", str(record["length"]), "--remat", record["remat"]]
     ranks = record["label"].partition("expert_parallel_size ")[2][:1] or "1"
-    config = parse([*words, "--expert_parallel_size", ranks], "").resolve_memory_flags(on_gpu=True)
-    model = model_of("qwen3-30b-a3b", record["layers"])[1]
-    check_plan(make_plan(PlannedRun(model, config, hardware_of(record, record["world"]))), record)
+    check_plan(planned(record, "qwen3-30b-a3b", "--expert_parallel_size", ranks), record)
 
 
 # ---- attention alone -------------------------------------------------------------------------------------------------

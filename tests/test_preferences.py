@@ -5,6 +5,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -66,16 +67,16 @@ def write_inputs(folder: Path, model: Any = None) -> Path:
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>", eos_token="<2>")
     tokenizer.save_pretrained(folder / "model")
-    draw = np.random.default_rng(0)
-
-    def text(count: int) -> str:
-        return "".join(f"<{i}> " for i in draw.integers(3, 64, count))
-
+    text = partial(draw_text, np.random.default_rng(0))
     write_rows(
         folder / "pairs.jsonl",
         *(dict(zip(("prompt", "chosen", "rejected"), map(text, sizes), strict=True)) for sizes in PAIRS),
     )
     return folder
+
+
+def draw_text(draw: np.random.Generator, count: int) -> str:
+    return "".join(f"<{i}> " for i in draw.integers(3, 64, count))
 
 
 def words_of(files: Path, output: str, more: str = "") -> str:
@@ -94,17 +95,9 @@ def make_trainer(rank: int, words: str, resume_from: Path | None = None) -> Trai
     return Trainer(config, inputs, world, build_engine(config, inputs, world))
 
 
-def whole_weights(trainer: Trainer, trained: bool = True) -> dict[str, np.ndarray]:
+def whole_weights(trainer: Trainer) -> dict[str, np.ndarray]:
     parameters = trainer.model.named_parameters()
-    return {name: whole_tensor(p.detach()).numpy().copy() for name, p in parameters if p.requires_grad is trained}
-
-
-def frozen_weights(trainer: Trainer) -> list[np.ndarray]:
-    """Returns the weights that the reference has: those of the second model, or of the base of adapters."""
-    models = [*trainer.models.frozen.values()]
-    if not models:
-        return [*whole_weights(trainer, trained=False).values()]
-    return [whole_tensor(p.detach()).numpy().copy() for model in models for p in model.parameters()]
+    return {name: whole_tensor(p.detach()).numpy().copy() for name, p in parameters if p.requires_grad}
 
 
 def noted_passes(model: Any) -> int:
@@ -115,7 +108,7 @@ def noted_passes(model: Any) -> int:
 def train(rank: int, words: str, resume_from: Path | None = None) -> Run:
     """Trains, and returns the records and the weights before and after."""
     trainer = make_trainer(rank, words, resume_from)
-    before, reference = whole_weights(trainer), frozen_weights(trainer)
+    before = whole_weights(trainer)
     trainer.output_dir.mkdir(exist_ok=True)
     metrics = MetricsFile(trainer.output_dir, trainer.first_step) if rank == 0 else None
     TrainingLoop(trainer, metrics).run()
@@ -128,7 +121,6 @@ def train(rank: int, words: str, resume_from: Path | None = None) -> Run:
         "before": before,
         "weights": whole_weights(trainer),
         "noted_passes": sum(map(noted_passes, trainer.models.frozen.values())),
-        "reference_stayed": all(map(np.array_equal, reference, frozen_weights(trainer))),
         "pairs": [int(document) // 2 for row in documents for document in row[::2]],
     }
 
@@ -242,6 +234,7 @@ def assert_weights_equal(got: Run, wanted: Run) -> None:
 @pytest.mark.parametrize(("name", "world"), cases([1, 2, 3]))
 def test_losses_metrics_and_weights_equal_those_of_trl_on_one_process(runs: Runs, name: str, world: int) -> None:
     ours, theirs = runs.ours(name, world), runs.trl(name)
+    assert ours["noted_passes"] == 0
     assert [record["loss"] for record in steps(ours)] == pytest.approx(theirs["losses"], rel=1e-5)
     for record, logged in zip(steps(ours), theirs["history"], strict=True):
         for metric in METRICS:
@@ -251,16 +244,6 @@ def test_losses_metrics_and_weights_equal_those_of_trl_on_one_process(runs: Runs
     for metric in ("eval_loss", *(f"eval_{metric}" for metric in METRICS)):
         assert evaluation[metric] == pytest.approx(theirs["evaluation"][metric], rel=1e-5, abs=1e-5), metric
     assert_weights_equal(ours, theirs)
-
-
-@pytest.mark.parametrize(("name", "world"), cases([1, 2]))
-def test_the_reference_stays_while_the_trained_weights_move(runs: Runs, name: str, world: int) -> None:
-    run = runs.ours(name, world)
-    assert run["reference_stayed"] and run["noted_passes"] == 0
-    assert any(not np.array_equal(before, run["weights"][key]) for key, before in run["before"].items())
-    first, *later = steps(run)
-    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6) and first["rewards/margins"] == 0
-    assert all(record["rewards/chosen"] > 0 for record in later)
 
 
 @pytest.mark.parametrize(("name", "world"), cases([2]))

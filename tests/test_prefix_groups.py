@@ -1,6 +1,7 @@
 """Documents that begin alike, packed side by side as trees: they fit, and a run learns the same from them."""
 
 import json
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from byte_level import byte_level, write_rows
 from cases import slow_except
-from test_preferences import Run, assert_weights_equal, steps, train, write_inputs
+from test_preferences import Run, assert_weights_equal, draw_text, steps, train, write_inputs
 from worlds import spawn
 
 from lightseq.data.packing import PackedExamples, open_packed
@@ -93,11 +94,7 @@ WORDS = (
 
 def write_forks(folder: Path, learns_all: bool) -> Path:
     write_inputs(folder)
-    draw = np.random.default_rng(3)
-
-    def text(count: int) -> str:
-        return "".join(f"<{i}> " for i in draw.integers(3, 64, count))
-
+    text = partial(draw_text, np.random.default_rng(3))
     rows, trunk = [], text(BLOCK + 20)
     for i in range(6):
         prompt, answer = trunk + text(3 * (i % 2)), text(4 + i)

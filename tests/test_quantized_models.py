@@ -204,42 +204,36 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [(sum(ids) % 11) / 10 for ids in completion_ids]
 
 
-def sft_parts() -> dict[str, Any]:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
-    options = {"max_length": 64, "packing": True, "gradient_checkpointing": True}
-    return {"kind": SFTTrainer, "config": SFTConfig, "options": options, "rows": rows}
+def sft_row(ids: list[int]) -> dict[str, Any]:
+    return {"input_ids": ids}
 
 
-def dpo_parts() -> dict[str, Any]:
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
-    halves = [(text(ids[: len(ids) // 2]), text(ids[len(ids) // 2 :])) for ids in documents()]
-    rows = Dataset.from_list([{"prompt": p, "chosen": c, "rejected": f"{c}<5> <7> "} for p, c in halves])
-    return {"kind": DPOTrainer, "config": DPOConfig, "options": {"learning_rate": 0.02}, "rows": rows}
+def dpo_row(ids: list[int]) -> dict[str, Any]:
+    prompt, chosen = text(ids[: len(ids) // 2]), text(ids[len(ids) // 2 :])
+    return {"prompt": prompt, "chosen": chosen, "rejected": f"{chosen}<5> <7> "}
 
 
-def grpo_parts() -> dict[str, Any]:
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    rows = Dataset.from_list([{"prompt": text(ids[:7])} for ids in documents()])
-    generation = {"max_completion_length": 12, "generation_kwargs": {"do_sample": False}}
-    batches = {"num_generations": 4, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
-    options = {"learning_rate": 0.1, "beta": 0.1, **generation, **batches}
-    return {"kind": GRPOTrainer, "config": GRPOConfig, "options": options, "rows": rows, "reward_funcs": reward}
+def grpo_row(ids: list[int]) -> dict[str, Any]:
+    return {"prompt": text(ids[:7])}
 
 
-TRAINERS = {"SFT": sft_parts, "DPO": dpo_parts, "GRPO": grpo_parts}
+GENERATION = {"max_completion_length": 12, "generation_kwargs": {"do_sample": False}, "num_generations": 4}
+BATCHES = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+TRAINERS: dict[str, tuple[Callable[[list[int]], dict[str, Any]], dict[str, Any], dict[str, Any]]] = {
+    "SFT": (sft_row, {"max_length": 64, "packing": True, "gradient_checkpointing": True}, {}),
+    "DPO": (dpo_row, {"learning_rate": 0.02}, {}),
+    "GRPO": (grpo_row, {"learning_rate": 0.1, "beta": 0.1, **GENERATION, **BATCHES}, {"reward_funcs": reward}),
+}
 
 
 def train(_rank: int, folder: Path, kind: str, name: str, wrapper: str | None) -> Numbers:
     """Returns the numbers of TRL's trainer, or with a `wrapper` those of ours."""
-    parts = TRAINERS[name]()
-    trainer, config, options, rows = (parts.pop(key) for key in ("kind", "config", "options", "rows"))
+    import trl
+    from datasets import Dataset
+
+    row, options, parts = TRAINERS[name]
+    trainer, config = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+    rows = Dataset.from_list([row(ids) for ids in documents()])
     bases: tuple[type, ...] = () if wrapper is None else (SequenceParallel,)
     bases += (UsesFsdp2,) if wrapper == "FSDP2" else ()
     made: Any = type("Made", (InFloat32, *bases, trainer), {})

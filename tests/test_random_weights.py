@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from programs import programs
+from small import losses
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from worlds import spawn
 
@@ -91,11 +92,6 @@ def test_an_initialization_draws_from_other_memory_the_same_each_time(monkeypatc
         assert torch.equal(x, y) and not torch.equal(x, z), name
 
 
-def losses_of(run: Path) -> list[float]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if "loss" in record]
-
-
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
@@ -119,6 +115,6 @@ def test_a_model_with_empty_parameters_trains_and_resumes_on_any_number_of_ranks
     resumed = f"{run}/resumed --resume_from_checkpoint {tmp_path}/two/checkpoint-1"
     (one,), (two, _) = spawn(1, programs, "any", [f"{run}/one"]), spawn(2, programs, "any", [f"{run}/two", resumed])
     assert [end.status for end in (*one, *two)] == [0, 0, 0], [end.err for end in (*one, *two)]
-    expected = losses_of(tmp_path / "one")
-    assert losses_of(tmp_path / "two") == pytest.approx(expected, abs=1e-5)
-    assert losses_of(tmp_path / "resumed") == pytest.approx(expected[1:], abs=1e-5)
+    expected = losses(tmp_path, "one")
+    assert losses(tmp_path, "two") == pytest.approx(expected, abs=1e-5)
+    assert losses(tmp_path, "resumed") == pytest.approx(expected[1:], abs=1e-5)

@@ -162,21 +162,24 @@ sys.exit(Launch([sys.executable, "-c", code], 2).run())
 """
 
 
-def test_a_ctrl_c_before_a_rank_has_a_handler_ends_it_without_a_traceback() -> None:
+def interrupted(code: str) -> subprocess.Popen[bytes]:
+    """Returns a launcher that got a Ctrl-C once both of its ranks ran."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     driver = subprocess.Popen(
-        [sys.executable, "-c", EARLY], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert driver.stdout is not None and [driver.stdout.readline() for _ in range(2)] == [b"1\n"] * 2
     driver.send_signal(signal.SIGINT)
+    return driver
+
+
+def test_a_ctrl_c_before_a_rank_has_a_handler_ends_it_without_a_traceback() -> None:
+    driver = interrupted(EARLY)
     assert driver.communicate(timeout=20)[1] == b"\ninterrupted\n" and driver.returncode == 130
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_answer() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    driver = subprocess.Popen([sys.executable, "-c", FROZEN], env=environment, stdout=subprocess.PIPE)
-    assert driver.stdout is not None and [driver.stdout.readline() for _ in range(2)] == [b"1\n"] * 2
-    driver.send_signal(signal.SIGINT)
+    driver = interrupted(FROZEN)
     time.sleep(0.5)
     assert driver.poll() is None
     driver.send_signal(signal.SIGINT)

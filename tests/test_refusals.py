@@ -1,7 +1,6 @@
 """Refusals of a training run: one line over all ranks with the value and the remedy, status 2, nothing written."""
 
 import json
-import os
 import pickle
 import shutil
 import subprocess
@@ -10,7 +9,7 @@ import time
 import traceback
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import forked
 import psutil
@@ -18,6 +17,7 @@ import pytest
 import small
 import torch
 import torch.distributed as dist
+from hostile_pickles import Hostile
 from huggingface_hub import constants
 from programs import Ended, program, programs
 from safetensors.torch import load_file, save_file
@@ -61,7 +61,6 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         "--eval_data_path {files}/targetless.pkl --eval_strategy steps",
         ("targetless.pkl has no target", "-100"),
     ),
-    "text without a tokenizer": (f"{RANDOM} tiny-llama3 --data_path {{files}}/t.jsonl", ("t.jsonl", "--tokenizer")),
     # the model
     "no model": ("--model_name_or_path /no/such/model", ("/no/such/model is not a directory", "preset", "tiny-llama3")),
     "unknown preset": (f"{RANDOM} llama3-9b", ("llama3-9b is no", "did you mean llama3-8b or ")),
@@ -200,21 +199,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         "--optim sgd --max_steps 3 --resume_from_checkpoint {files}/run/checkpoint-2",
         ("has the state of --optim adamw_torch_fused, not of sgd", "give --optim adamw_torch_fused"),
     ),
-    "another optimizer's checkpoint": (
-        "--max_steps 3 --resume_from_checkpoint {files}/other/checkpoint-2",
-        ("has the state of --optim sgd, not of adamw_torch_fused", "give --optim sgd"),
-    ),
 }
-
-
-class Hostile:
-    """Unpickled by an unrestricted reader, this runs a command."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.folder}/ran",)
 
 
 @pytest.fixture(scope="module")
@@ -222,13 +207,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything that the cases name, and one run with two checkpoints."""
     folder = tmp_path_factory.mktemp("refusals")
     data = {"input_ids": [list(range(20)), list(range(30))]}
-    for name, content in (("data", data), ("outside", {"input_ids": [[1, VOCABULARY]]}), ("hostile", Hostile(folder))):
+    for name, content in (
+        ("data", data),
+        ("outside", {"input_ids": [[1, VOCABULARY]]}),
+        ("hostile", Hostile(folder / "ran")),
+    ):
         (folder / f"{name}.pkl").write_bytes(pickle.dumps(content))
     targetless = {"input_ids": [[1, 2, 3]], "labels": [[-100, -100, -100]]}
     (folder / "targetless.pkl").write_bytes(pickle.dumps(targetless))
     (folder / "cut.pkl").write_bytes(pickle.dumps(data)[:-9])
     (folder / "file.tsv").write_text("1,2\n")
-    (folder / "t.jsonl").write_text('{"text": "words"}\n')
     (folder / "empty").mkdir()
     for name, zero in (("zero2", {"stage": 2}), ("unknown", {"stage": 3, "no_such_key": 1})):
         clipping = {"gradient_clipping": 2.0 if name == "zero2" else "auto"}

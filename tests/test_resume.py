@@ -75,20 +75,19 @@ def test_a_model_of_another_kind_is_refused_and_a_factor_of_fewer_digits_is_not(
 
 
 def test_an_adapter_resumes_with_its_scale_and_base_model(tmp_path: Path) -> None:
-    lora, other = Lora(4, 8.0, ("q_proj",)), Lora(4, 99.0, ("q_proj",))
+    lora = Lora(4, 8.0, ("q_proj",))
     yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 16}}
     scaled = TrainConfig(model_name_or_path="base", data_path="d", output_dir="o", **yarn)
     changed = model(yarn["rope_scaling"])
     adapter_files.save([], tmp_path, lora, "base", None, adapter_files.changed_rope(scaled, changed))
     assert check_model(tmp_path, scaled, changed, lora) == ()
-    with pytest.raises(ValueError, match=r"was trained with lora_alpha 8\.0, but this run has 99\.0; "):
-        check_model(tmp_path, scaled, changed, other)
-    with pytest.raises(ValueError, match=r"was trained with lora_rank 4, but this run has 8; "):
-        check_model(tmp_path, scaled, changed, Lora(8, 16.0, ("q_proj",)))
-    with pytest.raises(
-        ValueError, match=r"was trained with lora_target_modules q_proj, but this run has k_proj,q_proj; "
+    for other, line in (
+        (Lora(4, 99.0, ("q_proj",)), r"lora_alpha 8\.0, but this run has 99\.0; "),
+        (Lora(8, 16.0, ("q_proj",)), "lora_rank 4, but this run has 8; "),
+        (Lora(4, 8.0, ("q_proj", "k_proj")), "lora_target_modules q_proj, but this run has k_proj,q_proj; "),
     ):
-        check_model(tmp_path, scaled, changed, Lora(4, 8.0, ("q_proj", "k_proj")))
+        with pytest.raises(ValueError, match=f"was trained with {line}"):
+            check_model(tmp_path, scaled, changed, other)
     with pytest.raises(ValueError, match=r"was trained with rope_parameters .*, but this run has the base model's; "):
         check_model(tmp_path, CONFIG, model(), lora)
     saved = json.loads((tmp_path / adapter_files.CONFIG).read_text())
@@ -117,10 +116,6 @@ def test_flags_that_change_how_a_model_learns_are_named_and_another_optimizer_is
     assert check_flags(saved(optim="adamw_torch"), CONFIG) == (
         f"resumed with --optim {CONFIG.optim} (was adamw_torch)",
     )
-    with pytest.raises(
-        ValueError, match=r"has the state of --optim sgd, not of adamw_torch_fused; give --optim sgd, or"
-    ):
-        check_flags(saved(optim="sgd"), CONFIG)
     assert check_flags(saved(optim="sgd"), replace(CONFIG, deepspeed="d.json"))
     (tmp_path / TRAINER_STATE).write_text(json.dumps({"step": 3}))
     assert check_flags(tmp_path, CONFIG) == (), "older checkpoints do not say"

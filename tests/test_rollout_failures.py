@@ -3,7 +3,7 @@
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,59 +22,26 @@ from trl.generation import vllm_generation
 from lightseq.integrations import SequenceParallelGRPOTrainer
 
 
-class DeadServer(Server):
-    def generate(self, *_: Any, **__: Any) -> dict[str, Any]:
-        raise ConnectionError("connection refused")
-
-
-class LateServer(Server):
-    def generate(self, *_: Any, **__: Any) -> dict[str, Any]:
-        time.sleep(60)
-        return {}
-
-
-class LazyServer(Server):
-    def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
-        found = super().generate(prompts, n, **options)
-        return {**found, "completion_ids": found["completion_ids"][:-1], "logprobs": found["logprobs"][:-1]}
-
-
 class StuckServer(Server):
     def update_named_params(self, metadata: list[Any], params: Iterable[Any]) -> None:
         raise ConnectionError("no update")
 
 
-class SilentServer(Server):
-    def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
-        found = super().generate(prompts, n, **options)
-        return {name: value for name, value in found.items() if name != "logprobs"}
+def answers(change: Callable[[dict[str, Any]], Any]) -> type[Server]:
+    """Returns a server that changes the completions and log-probabilities that it has generated."""
+
+    class Changed(Server):
+        def generate(self, prompts: list[list[int]], n: int, **options: Any) -> Any:
+            return change(super().generate(prompts, n, **options))
+
+    return Changed
 
 
-class ForeignServer(Server):
-    def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
-        found = super().generate(prompts, n, **options)
-        return {**found, "logprobs": [[[-9.0] for _ in ids] for ids in found["completion_ids"]]}
+def refuse(_found: dict[str, Any]) -> None:
+    raise ConnectionError("connection refused")
 
 
-class EmptyServer(Server):
-    def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
-        found = super().generate(prompts, n, **options)
-        return {
-            **found,
-            "completion_ids": [[], *found["completion_ids"][1:]],
-            "logprobs": [[], *found["logprobs"][1:]],
-        }
-
-
-class RowlessServer(Server):
-    def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
-        found = super().generate(prompts, n, **options)
-        return {**found, "logprobs": []}
-
-
-class NoneServer(Server):
-    def generate(self, prompts: list[list[int]], n: int, **options: Any) -> dict[str, Any]:
-        return {**super().generate(prompts, n, **options), "logprobs": None}
+FOREIGN = answers(lambda found: found | {"logprobs": [[[-9.0] for _ in ids] for ids in found["completion_ids"]]})
 
 
 def one_rank_fails(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -115,18 +82,6 @@ def changed_on_one_rank(prompts: list[str], trainer: Any, **changes: Any) -> dic
     return found
 
 
-def one_layer(routes: Any) -> list[Any]:
-    return [routes[:, :1]]
-
-
-def floats(routes: Any) -> list[Any]:
-    return [routes * 1.0]
-
-
-def threes(routes: Any) -> list[Any]:
-    return [routes * 0 + 3]
-
-
 def changed(**changes: Any) -> Any:
     return partial(changed_on_one_rank, **changes)
 
@@ -161,52 +116,63 @@ def run(source: Any, size: int, reward: Any = rewards, **options: Any) -> str:
     return ""
 
 
-def errors(rank: int, size: int, cases: dict[Any, dict[str, Any]]) -> list[str]:
-    return [run(source, size, **options) for source, options in cases.items()]
+def errors(rank: int, size: int) -> list[str]:
+    return [run(source, size, **options) for source, options, _ in CASES]
 
 
 ROUTES = "ValueError: routed_experts of completion"
 FAILED = "SharedError: generation failed on rank 1: ValueError: "
-CASES: dict[Any, tuple[dict[str, Any], str]] = {
-    DeadServer: ({}, "SharedError: ConnectionError: connection refused"),
-    LateServer: ({"ddp_timeout": 1}, "SharedError: TimeoutError: the vLLM server  has not answered within 1 s; other "),
-    LazyServer: ({}, "SharedError: ValueError: the vLLM server  returned "),
-    SilentServer: ({}, "SharedError: ValueError: the vLLM server  returned no logprobs; "),
-    EmptyServer: ({}, "SharedError: ValueError: the vLLM server  returned completion 0 with 0 tokens and 0 log-"),
-    RowlessServer: ({}, "SharedError: ValueError: the vLLM server  returned 0 rows of logprobs for "),
-    NoneServer: ({}, "SharedError: ValueError: the vLLM server  returned no logprobs; "),
-    StuckServer: ({}, "SharedError: ConnectionError: no update"),
-    ForeignServer: ({}, "ValueError: the log-probabilities that vLLM returned differ from the trainer's by 4."),
-    one_rank_fails: ({}, "SharedError: generation failed on rank 1: KeyError: 'answer'"),
-    one_rank_exits: ({}, "SharedError: generation failed on rank 1: SystemExit: no sandbox"),
-    one_rank_forgets: ({}, "SharedError: generation failed on rank 1: ValueError: 1 completions were returned for 2 "),
-    with_stuck_server: ({}, "SharedError: generation failed on rank 0: ConnectionError: no update"),
-    no_dict: ({}, "SharedError: generation failed on rank 0: ValueError: rollout_func returned a list; return a dict "),
-    changed(completion_ids=[[]], logprobs=[[]]): ({}, f"{FAILED}completion_ids 1 of a rollout have no tokens; "),
-    changed(prompt_ids=[[]]): ({}, f"{FAILED}prompt_ids 1 of a rollout have no tokens; "),
-    changed(prompt_ids=[[4, -5]]): ({}, f"{FAILED}prompt_ids 1 of a rollout have token id -5; "),
-    changed(completion_ids=[[4.5]]): ({}, f"{FAILED}completion_ids 1 of a rollout are not whole numbers; "),
-    changed(completion_ids=[["4"]]): ({}, f"{FAILED}completion_ids 1 of a rollout are not whole numbers; "),
-    changed(completion_ids=None): ({}, f"{FAILED}rollout_func returned None as completion_ids; "),
-    changed(logprobs=[]): ({}, f"{FAILED}1 logprobs were returned for 2 prompts; return one for each, in order"),
-    changed(env_mask=[]): ({}, f"{FAILED}1 env_mask were returned for 2 prompts; return one for each, in order"),
-    changed(logprobs=None): ({}, "ValueError: completion 2 has no log-probabilities, but others have; "),
-    changed(env_mask=None): ({}, "ValueError: completion 2 has no entries in its mask (env_mask), but others have; "),
-    changed(logprobs=[None]): ({}, "ValueError: completion 3 has no log-probabilities, but others have; "),
-    changed(routed_experts=None): ({}, f"{ROUTES} 2 are missing, but others are there; "),
-    changed(routed_experts=one_layer): (
+OF_ANSWERS = ("completion_ids", "logprobs")
+SERVER = "SharedError: ValueError: the vLLM server  returned "
+CASES: list[tuple[Any, dict[str, Any], str]] = [
+    (answers(refuse), {}, "SharedError: ConnectionError: connection refused"),
+    (
+        answers(lambda _: time.sleep(60)),
+        {"ddp_timeout": 1},
+        "SharedError: TimeoutError: the vLLM server  has not answered within 1 s; other ",
+    ),
+    (answers(lambda found: found | {name: found[name][:-1] for name in OF_ANSWERS}), {}, SERVER),
+    (answers(lambda found: found | {"logprobs": None}), {}, f"{SERVER}no logprobs; "),
+    (answers(lambda found: {name: found[name] for name in ("prompt_ids", "completion_ids")}), {}, f"{SERVER}no logp"),
+    (
+        answers(lambda found: found | {name: [[], *found[name][1:]] for name in OF_ANSWERS}),
+        {},
+        f"{SERVER}completion 0 with 0 tokens and 0 log-",
+    ),
+    (answers(lambda found: found | {"logprobs": []}), {}, f"{SERVER}0 rows of logprobs for "),
+    (StuckServer, {}, "SharedError: ConnectionError: no update"),
+    (FOREIGN, {}, "ValueError: the log-probabilities that vLLM returned differ from the trainer's by 4."),
+    (one_rank_fails, {}, "SharedError: generation failed on rank 1: KeyError: 'answer'"),
+    (one_rank_exits, {}, "SharedError: generation failed on rank 1: SystemExit: no sandbox"),
+    (one_rank_forgets, {}, "SharedError: generation failed on rank 1: ValueError: 1 completions were returned for 2 "),
+    (with_stuck_server, {}, "SharedError: generation failed on rank 0: ConnectionError: no update"),
+    (no_dict, {}, "SharedError: generation failed on rank 0: ValueError: rollout_func returned a list; return a dict "),
+    (changed(completion_ids=[[]], logprobs=[[]]), {}, f"{FAILED}completion_ids 1 of a rollout have no tokens; "),
+    (changed(prompt_ids=[[]]), {}, f"{FAILED}prompt_ids 1 of a rollout have no tokens; "),
+    (changed(prompt_ids=[[4, -5]]), {}, f"{FAILED}prompt_ids 1 of a rollout have token id -5; "),
+    (changed(completion_ids=[[4.5]]), {}, f"{FAILED}completion_ids 1 of a rollout are not whole numbers; "),
+    (changed(completion_ids=[["4"]]), {}, f"{FAILED}completion_ids 1 of a rollout are not whole numbers; "),
+    (changed(completion_ids=None), {}, f"{FAILED}rollout_func returned None as completion_ids; "),
+    (changed(logprobs=[]), {}, f"{FAILED}1 logprobs were returned for 2 prompts; return one for each, in order"),
+    (changed(env_mask=[]), {}, f"{FAILED}1 env_mask were returned for 2 prompts; return one for each, in order"),
+    (changed(logprobs=None), {}, "ValueError: completion 2 has no log-probabilities, but others have; "),
+    (changed(env_mask=None), {}, "ValueError: completion 2 has no entries in its mask (env_mask), but others have; "),
+    (changed(logprobs=[None]), {}, "ValueError: completion 3 has no log-probabilities, but others have; "),
+    (changed(routed_experts=None), {}, f"{ROUTES} 2 are missing, but others are there; "),
+    (
+        changed(routed_experts=lambda routes: [routes[:, :1]]),
         {},
         f"{ROUTES} 3 are (layers, experts of a token) (1, 2), but of completion 0 ",
     ),
-    changed(routed_experts=floats): ({}, f"{ROUTES} 3 are ("),
-    changed(routed_experts=threes): ({}, f"{ROUTES} 3 name expert 3 twice for a token; "),
-}
+    (changed(routed_experts=lambda routes: [routes * 1.0]), {}, f"{ROUTES} 3 are ("),
+    (changed(routed_experts=lambda routes: [routes * 0 + 3]), {}, f"{ROUTES} 3 name expert 3 twice for a token; "),
+]
 
 
 @pytest.mark.parametrize("world, size", [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_all_ranks_raise_what_fails_on_one_before_an_update(world: int, size: int) -> None:
-    wanted = [line for _, line in CASES.values()]
-    for found in spawn(world, errors, size, {source: options for source, (options, _) in CASES.items()}):
+    wanted = [line for *_, line in CASES]
+    for found in spawn(world, errors, size):
         assert [line[: len(start)] for line, start in zip(found, wanted, strict=True)] == wanted
 
 
@@ -222,7 +188,7 @@ def test_no_rank_waits_for_a_reward_function_that_exits() -> None:
 def accepted(rank: int) -> list[str]:
     """Trains on what is far from the trainer, as a user may ask for."""
     truncated = {"top_k": 5}
-    return [run(ForeignServer, 2, **x) for x in (truncated, {"vllm_importance_sampling_correction": False})]
+    return [run(FOREIGN, 2, **x) for x in (truncated, {"vllm_importance_sampling_correction": False})]
 
 
 @pytest.mark.slow

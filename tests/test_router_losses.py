@@ -23,7 +23,6 @@ from lightseq import hf
 from lightseq.attention.context import SequenceContext
 from lightseq.hf.agreement import BATCH_FACTS
 from lightseq.hf.router_losses import ShardedRouterLogits
-from lightseq.parts import router_loss
 
 LENGTH = 50  # 3 ranks do not divide it
 DOCUMENTS = (0, 13, 14, 37, 50)
@@ -249,39 +248,3 @@ def test_a_loss_function_that_was_restored_is_replaced_again(monkeypatch: pytest
         monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", plain)  # whose loss is of one shard
         model(**hf.shard_batch(context, ids(), ids()), output_router_logits=True)
         assert modeling_mixtral.load_balancing_loss_func is not plain
-
-
-def faults(rank: int) -> dict[str, str | None]:
-    """Returns what the comparison says of three faults, which it must find."""
-    found = dict[str, str | None]()
-    want = built("mixtral")
-    model = copy.deepcopy(want)
-    sums, share, total = router_loss.router_sums, router_loss.router_loss_share, router_loss.sums_over_ranks
-    module: Any = __import__("lightseq.hf.router_losses", fromlist=["x"])
-    with enabled(model) as context:
-
-        def compared(name: str, **changes: Any) -> None:
-            with pytest.MonkeyPatch.context() as patch:
-                for key, value in changes.items():
-                    patch.setattr(module, key, value)
-                found[name] = compare(want, model, context, ids(2), masked_tail())
-
-        def alone(routers: Any, _group: Any) -> router_loss.RouterSums:
-            counts, probabilities, tokens = total(routers, None)
-            return router_loss.RouterSums(2 * counts, probabilities, 2 * tokens)  # as if the other rank's were the same
-
-        def multiplied_first(x: router_loss.RouterSums) -> Tensor:
-            whole = x.probabilities.detach().clone()
-            dist.all_reduce(whole)
-            return share(x._replace(probabilities=x.probabilities * (whole / whole.mean())))
-
-        compared("none")
-        compared("shards alone", sums_over_ranks=alone)
-        compared("multiplied first", router_loss_share=multiplied_first)
-        compared("padding", router_sums=lambda logits, top_k, counted: sums(logits, top_k, None))
-    return found
-
-
-def test_faults_of_router_losses_are_found() -> None:
-    for found in spawn(2, faults):
-        assert found.pop("none") is None and all(found.values()), found

@@ -26,11 +26,9 @@ from lightseq.hf.agreement import COUNTED_TOKENS
 from lightseq.memory.recomputation import MemorySettings
 from lightseq.models import weights
 from lightseq.parallelize import parallelize
-from lightseq.parts import routers as routers_module
 from lightseq.parts.chosen_experts import build_to_train
 from lightseq.parts.experts import experts_modules
-from lightseq.parts.router_loss import router_sums
-from lightseq.parts.routers import BIAS, Routers
+from lightseq.parts.routers import BIAS
 from lightseq.training.metrics import read_records
 from lightseq.training.router_flags import make_routers
 
@@ -146,32 +144,6 @@ def quick(*names: str) -> dict[str, tuple[str, str]]:
 )
 def test_training_with_router_losses_equals_one_process(world: int, cases: Mapping[str, tuple[str, str]]) -> None:
     assert spawn(world, families, cases) == [{}] * world
-
-
-def faults(rank: int) -> list[bool]:
-    """Returns whether three faults are found."""
-    cases, found = quick("Mixtral"), []
-    for name, fault in (("_backward", no_gradient), ("router_sums", counts_padding)):
-        with pytest.MonkeyPatch.context() as patch:
-            if name == "_backward":
-                patch.setattr(Routers, "gradient_of", fault)
-            else:
-                patch.setattr(routers_module, name, fault)
-            found.append(bool(families(rank, cases)))
-    return found
-
-
-def no_gradient(_routers: Routers, logits: Tensor) -> Tensor:
-    return torch.zeros_like(logits)
-
-
-def counts_padding(logits: Tensor, top_k: int, _counted: Tensor | None) -> Any:
-    return router_sums(logits, top_k, None)
-
-
-@pytest.mark.slow
-def test_faults_of_training_with_router_losses_are_found() -> None:
-    assert spawn(2, faults) == [[True, True]] * 2
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

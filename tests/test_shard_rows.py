@@ -1,5 +1,6 @@
 """Rows that share prefixes in a user's own loop: losses, sums of rows and gradients of the rows one by one."""
 
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -88,9 +89,22 @@ def test_losses_and_gradients_equal_those_of_the_rows_one_by_one(family: str, wo
     for found_loss, found_sums, found in spawn(world, as_trees, family):
         torch.testing.assert_close(torch.tensor(found_loss), loss, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(torch.tensor(found_sums), sums, rtol=1e-5, atol=1e-5)
-        for name, want in gradients.items():
-            error = (torch.tensor(found[name]) - want).norm() / want.norm().clamp_min(1e-6)
-            assert error < TOLERANCES.get(family, 2e-5), f"{name} differs by {error:.1e}"
+        assert_alike(found, {name: want.numpy() for name, want in gradients.items()}, TOLERANCES.get(family, 2e-5))
+
+
+def whole_rows(context: Any, weights: list[list[float]], routes: list[np.ndarray] | None = None) -> dict[str, Any]:
+    """Returns a batch of the rows whole, as packed documents."""
+    ids, mask = (torch.tensor([[x for row in rows for x in row]]) for rows in (ROWS, weights))
+    edges = [0, *accumulate(map(len, ROWS))]
+    chosen = None if routes is None else torch.from_numpy(np.concatenate(routes))[None]
+    labels = ids.masked_fill(mask == 0, -100)
+    return hf.shard_batch(context, ids, labels=labels, cu_seqlens=edges, routed_experts=chosen)
+
+
+def assert_alike(found: dict[str, Any], wanted: dict[str, Any], most: float = 2e-5) -> None:
+    for name, want in wanted.items():
+        error = np.linalg.norm(found[name] - want) / max(np.linalg.norm(want), 1e-6)
+        assert error < most, f"{name} differs by {error:.1e}"
 
 
 VARIANTS = ("adapters", "recomputed", "compiled", "sharded", "all")
@@ -116,12 +130,7 @@ def trained_as(rank: int, variant: str, family: str) -> list[tuple[float, dict[s
             for module in (*layers, model):
                 fully_shard(module)
         weights = [[float(x != 0) for x in row] for row in WEIGHTS]
-        if shares:
-            batch = hf.shard_rows(context, ROWS, weights)
-        else:
-            ids, mask = (torch.tensor([[x for row in rows for x in row]]) for rows in (ROWS, weights))
-            edges = [0, *accumulate(map(len, ROWS))]
-            batch = hf.shard_batch(context, ids, labels=ids.masked_fill(mask == 0, -100), cu_seqlens=edges)
+        batch = hf.shard_rows(context, ROWS, weights) if shares else whole_rows(context, weights)
         sums = hf.sequence_sums(context, hf.token_log_probs(context, outer, batch), batch)
         loss = (sums[: len(ROWS)] * torch.linspace(-1, 1, len(ROWS))).sum()
         loss.backward()
@@ -142,9 +151,7 @@ def trained_as(rank: int, variant: str, family: str) -> list[tuple[float, dict[s
 def test_adapters_shards_and_layers_that_are_compiled_or_recomputed_learn_alike(variant: str, family: str) -> None:
     trees, whole = spawn(2, trained_as, variant, family)[0]
     assert trees[0] == pytest.approx(whole[0], rel=1e-5)
-    for name, want in whole[1].items():
-        error = np.linalg.norm(trees[1][name] - want) / max(np.linalg.norm(want), 1e-6)
-        assert error < 2e-5, f"{name} differs by {error:.1e}"
+    assert_alike(trees[1], whole[1])
 
 
 def routes_of(row: list[int]) -> np.ndarray:
@@ -157,20 +164,12 @@ def with_experts(rank: int, replays: bool) -> list[tuple[Any, Any, dict[str, Any
     """Returns losses, router losses and gradients of rows as trees, and of the same rows whole."""
     found = []
     weights = [[float(x != 0) for x in row] for row in WEIGHTS]
-    routes = [routes_of(row) for row in ROWS]
+    routes = [routes_of(row) for row in ROWS] if replays else None
     for shares in (True, False):
         model = fresh("qwen3_moe")
         context = hf.enable(model, length=64, packed=True)
-        if shares:
-            batch = hf.shard_rows(context, ROWS, weights, routed_experts=routes if replays else None)
-        else:
-            ids = torch.tensor([[token for row in ROWS for token in row]])
-            mask = torch.tensor([[x for row in weights for x in row]]) != 0
-            edges = [0, *accumulate(map(len, ROWS))]
-            chosen = torch.from_numpy(np.concatenate(routes))[None] if replays else None
-            batch = hf.shard_batch(
-                context, ids, labels=ids.masked_fill(~mask, -100), cu_seqlens=edges, routed_experts=chosen
-            )
+        trees = partial(hf.shard_rows, context, ROWS, weights, routed_experts=routes)
+        batch = trees() if shares else whole_rows(context, weights, routes)
         output = model(**batch, output_router_logits=True)
         output.loss.backward()
         gradients = gradients_of(model)
@@ -186,9 +185,7 @@ def with_experts(rank: int, replays: bool) -> list[tuple[Any, Any, dict[str, Any
 def test_routers_count_a_prefix_in_each_row_and_take_its_experts(world: int, replays: bool) -> None:
     trees, whole = spawn(world, with_experts, replays)[0]
     np.testing.assert_allclose(trees[:2], whole[:2], rtol=1e-5)
-    for name, want in whole[2].items():
-        error = np.linalg.norm(trees[2][name] - want) / max(np.linalg.norm(want), 1e-6)
-        assert error < 2e-5, f"{name} differs by {error:.1e}"
+    assert_alike(trees[2], whole[2])
 
 
 def other_routes(rank: int) -> list[str]:
@@ -272,8 +269,7 @@ def test_gradients_that_ddp_averages_over_groups_equal_one_group() -> None:
     """Rows share targets here, which count once for each row, so the divisor is not the number of targets."""
     _, _, gradients = row_by_row("llama")
     for found in spawn(2, under_ddp):
-        for name, want in gradients.items():
-            assert (torch.tensor(found[name]) - want).norm() < 2e-5 * want.norm().clamp_min(1e-6), name
+        assert_alike(found, {name: want.numpy() for name, want in gradients.items()})
 
 
 def other_weights(rank: int) -> str:

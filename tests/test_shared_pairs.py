@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from test_preferences import (
     STEPS,
     Run,
     assert_weights_equal,
+    draw_text,
     make_trainer,
     steps,
     train,
@@ -36,11 +38,7 @@ from lightseq.utils.tensors import IGNORE_INDEX
 def write_pairs(folder: Path, model: Any = None) -> Path:
     """Writes a model, and pairs: some answers begin alike, two prompts are equal, and one answer continues another."""
     write_inputs(folder, model)
-    draw = np.random.default_rng(1)
-
-    def text(count: int) -> str:
-        return "".join(f"<{i}> " for i in draw.integers(3, 64, count))
-
+    text = partial(draw_text, np.random.default_rng(1))
     rows = list[dict[str, str]]()
     for i in range(8):
         prompt = rows[0]["prompt"] if i == 4 else text(12 + i % 3)

@@ -1,9 +1,7 @@
 """Soft caps of attention scores: kernels against the definition, models against plain transformers, and refusals."""
 
-import copy
 import sys
 import types
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,22 +9,20 @@ import torch
 import torch.distributed as dist
 from cases import slow_except
 from schedules import fitting
-from torch import Tensor, nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, VaultGemmaConfig, VaultGemmaForCausalLM
+from test_windows import compare
+from torch import Tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM
 from worlds import spawn
 
 from lightseq import hf
-from lightseq.attention.operator import attention
 from lightseq.kernels.attention.base import KernelSpec, Saved, SoftCapKernel
 from lightseq.kernels.attention.flash_attn import FlashAttention2, FlashAttention3, FlashAttention4
-from lightseq.kernels.attention.reference import ReferenceKernel
 from lightseq.kernels.attention.registry import KERNELS
 from lightseq.kernels.attention.tile import backward_tile, forward_tile
 from lightseq.kernels.attention.tile_kernel_choice import select, with_softcap
 from lightseq.schedule.table import Mask
-from lightseq.utils.logit_transform import LogitTransform
 
-LENGTH, CAP, BOUNDARIES = 50, 1.5, [0, 4, 31, 50]
+LENGTH, CAP = 50, 1.5
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16, "max_position_embeddings": 256,
@@ -53,21 +49,6 @@ def inputs(queries: int, keys: int, dim: int = 16, device: str = "cpu") -> list[
     g = torch.Generator().manual_seed(0)
     shapes = [(2, queries, 4, dim), (2, keys, 2, dim), (2, keys, 2, dim), (2, queries, 4, dim)]
     return [2 * torch.randn(shape, generator=g, dtype=torch.float64).to(device) for shape in shapes]
-
-
-@pytest.mark.parametrize("sizes", [(64, 64), (30, 70)])
-def test_the_reference_kernel_caps_scores_as_defined(sizes: tuple[int, int]) -> None:
-    q, k, v, dout = inputs(*sizes)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    want, want_lse = defined(q, k, v, CAP)
-    kernel = ReferenceKernel().with_softcap(CAP)
-    with torch.no_grad():
-        out, lse = forward_tile(kernel, q, k, v, Mask.CAUSAL, 0.25)
-        got = backward_tile(kernel, dout, Saved(q, k, v, out, lse), Mask.CAUSAL, 0.25)
-    torch.testing.assert_close(out, want.detach())
-    torch.testing.assert_close(lse, want_lse.detach())
-    for x, y in zip(got, torch.autograd.grad(want, leaves, dout), strict=True):
-        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.gpu(1)
@@ -180,67 +161,20 @@ def test_selection_takes_the_kernels_that_support_caps(hopper: KernelSpec) -> No
 # ---- models --------------------------------------------------------------------------------------------------------
 
 
-def model_of(kind: str = "gemma2", **changes: Any) -> Any:
+def model_of(**changes: Any) -> Any:
     torch.manual_seed(1)
-    if kind == "gemma2":
-        return Gemma2ForCausalLM(Gemma2Config(**SIZES | changes)).eval()
-    return VaultGemmaForCausalLM(VaultGemmaConfig(**SIZES | changes)).eval()
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES | changes)).eval()
 
 
-def loss_over_ranks(model: nn.Module, schedule: str, ids: Tensor, packed: bool) -> Tensor:
-    """Runs forward and backward, and sums the loss and the gradients over ranks."""
-    context = hf.enable(model, schedule=schedule, length=LENGTH)
-    assert context.selection.kernel.name == "reference"
-    batch = hf.shard_batch(context, ids, ids, cu_seqlens=BOUNDARIES if packed else None)
-    loss = model(**batch | {"num_items_in_batch": torch.tensor(50)}).loss
-    loss.backward()
-    total = loss.detach().clone()
-    for x in (total, *(p.grad for p in model.parameters())):
-        dist.all_reduce(x)
-    return total
-
-
-def train(rank: int, kind: str, packed: bool) -> None:
-    want = model_of(kind)
-    ids = torch.randint(61, (1 if packed else 2, LENGTH), generator=torch.Generator().manual_seed(0))
-    pieces = [ids[:, a:b] for a, b in pairwise(BOUNDARIES)] if packed else [ids]
-    expected = sum(want(input_ids=x, labels=x, num_items_in_batch=torch.tensor(50)).loss for x in pieces)
-    expected.backward()
+def train(rank: int, packed: bool) -> None:
     for schedule in fitting(dist.get_world_size(), 4, 2):
-        model = copy.deepcopy(want)
-        model.zero_grad()
-        loss = loss_over_ranks(model, schedule, ids, packed)
-        assert abs(loss - expected) < 1e-5 * abs(expected), (schedule, loss, expected)
-        for (name, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
-            off = ((p.grad - q.grad).norm() / q.grad.norm()).item()
-            assert off < 2e-5, (schedule, name, off)
+        compare(model_of(), schedule, packed)
 
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "packed"])
 @pytest.mark.parametrize("world", slow_except([2], (1, 2, 3, 4)))
 def test_every_schedule_equals_transformers(world: int, packed: bool) -> None:
-    spawn(world, train, "gemma2", packed)
-
-
-@pytest.mark.slow
-def test_another_model_with_caps_equals_transformers() -> None:
-    spawn(2, train, "vaultgemma", False)
-
-
-@pytest.mark.slow
-def test_a_compiled_layer_caps_its_scores(alone: None) -> None:
-    want = model_of()
-    model = copy.deepcopy(want)
-    context = hf.enable(model, length=LENGTH)
-    for layer in model.model.layers:
-        layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
-    ids = torch.randint(61, (1, LENGTH))
-    loss, expected = model(**hf.shard_batch(context, ids, ids)).loss, want(input_ids=ids, labels=ids).loss
-    assert abs(loss - expected) < 1e-5
-    for x in (loss, expected):
-        x.backward()
-    for p, q in zip(model.parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5)
+    spawn(world, train, packed)
 
 
 def test_a_cap_that_the_config_does_not_tell_is_refused_and_not_dropped(alone: None) -> None:
@@ -255,12 +189,3 @@ def test_a_cap_that_the_config_does_not_tell_is_refused_and_not_dropped(alone: N
     context = hf.enable(model, length=LENGTH, softcap=True)
     want = model_of()(input_ids=ids).logits
     torch.testing.assert_close(model(**hf.shard_batch(context, ids)).logits, want, rtol=1e-4, atol=1e-5)
-
-
-def test_the_operator_takes_a_cap(alone: None) -> None:
-    q, k, v, _ = inputs(LENGTH, LENGTH)
-    context = hf.enable(model_of().double(), length=LENGTH)
-    out, lse = attention(q, k, v, context, LogitTransform(0.25, CAP))
-    want, want_lse = defined(q, k, v, CAP)
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(lse, want_lse)

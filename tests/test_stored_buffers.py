@@ -9,7 +9,7 @@ import pytest
 import torch
 from programs import Ended, programs
 from safetensors.torch import load_file, save_file
-from small import VOCABULARY
+from small import VOCABULARY, losses, sgd_steps
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -26,7 +26,6 @@ from lightseq.models.decoder import decoder_layers
 from lightseq.parallelize import units
 from lightseq.parts import adapter_files
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.training.metrics import read_records
 
 CPU, LENGTH, RATE = torch.device("cpu"), 20, 0.1
 IDS = [(3 + 5 * i) % VOCABULARY for i in range(LENGTH)]
@@ -107,16 +106,9 @@ def flags(files: Path, output: str, more: str = "") -> str:
 def plain_steps(files: Path, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and tensors of transformers' own training on one process."""
     model = AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float32).train()
-    losses, ids = [], torch.tensor([IDS])
-    for _ in range(steps):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        losses.append(loss.item())
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():  # from_pretrained thaws frozen ones
-                parameter -= (0 if name.endswith("frozen") else RATE) * parameter.grad
-                parameter.grad = None
-    return losses, model.state_dict()
+    for name, parameter in model.named_parameters():  # from_pretrained thaws frozen ones
+        parameter.requires_grad_(not name.endswith("frozen"))
+    return sgd_steps(model, [[IDS]] * steps, RATE), model.state_dict()
 
 
 def train(rank: int, lines: list[str]) -> list[Ended]:
@@ -127,10 +119,6 @@ def train(rank: int, lines: list[str]) -> list[Ended]:
 def run(world: int, *lines: str) -> None:
     for ends in spawn(world, train, list(lines)):
         assert [end.status for end in ends] == [0] * len(lines), ends[-1].err
-
-
-def losses_of(folder: Path) -> list[float]:
-    return [record["loss"] for record in read_records(folder / "metrics.jsonl") if "loss" in record]
 
 
 def saved(folder: Path, **options: Any) -> dict[str, Tensor]:
@@ -155,8 +143,8 @@ def test_buffers_are_loaded_trained_with_saved_and_restored(world: int, stage: i
         engine = f"--deepspeed {files}/{output}.json"
     first, then = (flags(files, output, f"{engine} --max_steps {steps}") for steps in (1, 2))
     run(world, first, f"{then} --resume_from_checkpoint auto")
-    losses, tensors = plain_steps(files, 2)
-    assert losses_of(files / output) == pytest.approx(losses, rel=1e-5)
+    wanted, tensors = plain_steps(files, 2)
+    assert losses(files, output) == pytest.approx(wanted, rel=1e-5)
     found = saved(files / output / "checkpoint-2", dtype=torch.float32)
     assert found.keys() == tensors.keys()
     for name, want in tensors.items():
@@ -168,7 +156,7 @@ def test_in_bfloat16_buffers_have_the_dtype_of_transformers(files: Path) -> None
     run(1, flags(files, "rounded", "--bf16 --max_steps 1"))
     want = AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.bfloat16)
     ids = torch.tensor([IDS])
-    assert losses_of(files / "rounded") == pytest.approx([want(input_ids=ids, labels=ids).loss.item()], rel=1e-2)
+    assert losses(files, "rounded") == pytest.approx([want(input_ids=ids, labels=ids).loss.item()], rel=1e-2)
     found = saved(files / "rounded" / "checkpoint-1", dtype="auto")
     for name, buffer in weights.stored_buffers(want).items():
         assert found[name].dtype == buffer.dtype, name
@@ -180,7 +168,7 @@ def test_in_bfloat16_buffers_have_the_dtype_of_transformers(files: Path) -> None
 def test_adapters_keep_buffers_in_their_state_only(files: Path) -> None:
     lora = "--lora_rank 2 --max_steps"
     run(1, flags(files, "lora", f"{lora} 1"), flags(files, "lora", f"{lora} 2 --resume_from_checkpoint auto"))
-    assert losses_of(files / "lora")[0] == pytest.approx(plain_steps(files, 1)[0][0], rel=1e-5)
+    assert losses(files, "lora")[0] == pytest.approx(plain_steps(files, 1)[0][0], rel=1e-5)
     checkpoint = files / "lora" / "checkpoint-2"
     state = dict(state_files.read_full_tensors(checkpoint / STATE, state_files.BUFFER))
     assert state.keys() == weights.stored_buffers(AutoModelForCausalLM.from_pretrained(files / "model")).keys()

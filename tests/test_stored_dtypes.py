@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small import VOCABULARY
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq.models import random_weights, weight_files, weights
@@ -45,17 +45,27 @@ def published(config: PreTrainedConfig, folder: Path, float32: bool = False) -> 
     return tensors
 
 
-def trained(folder: Path, change: float = 0.0) -> dict[str, Tensor]:
-    """Loads a model to compute in bfloat16, changes its weights, and saves it. Returns the new tensors."""
+def loaded(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """Loads a model to compute in a dtype."""
     model = build_to_train(AutoConfig.from_pretrained(folder / "base"))
-    weights.materialize(model, CPU, dtype=torch.bfloat16)
+    weights.materialize(model, CPU, dtype=dtype)
     weights.load(model, folder / "base")
+    return model
+
+
+def saved(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    weights.save_pretrained(model, folder / "out", dtype, trained_from=folder / "base")
+    return load_file(folder / "out" / weight_files.WEIGHTS)
+
+
+def trained(folder: Path, change: float = 0.0) -> dict[str, Tensor]:
+    """Loads a model, changes its weights, and saves it. Returns the new tensors."""
+    model = loaded(folder)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter *= 1 + change
-    weights.save_pretrained(model, folder / "out", torch.bfloat16, trained_from=folder / "base")
-    return load_file(folder / "out" / weight_files.WEIGHTS)
+    return saved(model, folder)
 
 
 @pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
@@ -81,24 +91,18 @@ def test_a_float32_base_is_stored_in_float32_and_its_config_names_the_dtype_of_t
 
 def test_training_in_float32_narrows_no_weight(tmp_path: Path, alone: None) -> None:
     published(tiny_config("llama"), tmp_path / "base")
-    model = build_to_train(AutoConfig.from_pretrained(tmp_path / "base"))
-    weights.materialize(model, CPU)
-    weights.load(model, tmp_path / "base")
-    weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "base")
-    assert {x.dtype for x in load_file(tmp_path / "out" / weight_files.WEIGHTS).values()} == {torch.float32}
+    after = saved(loaded(tmp_path, torch.float32), tmp_path, torch.float32)
+    assert {x.dtype for x in after.values()} == {torch.float32}
 
 
 def test_a_changed_bias_of_a_router_keeps_its_small_steps(tmp_path: Path, alone: None) -> None:
     published(tiny_config("deepseek_v3"), tmp_path / "base")
     path = tmp_path / "base" / weight_files.WEIGHTS
     save_file({name: x.bfloat16() for name, x in load_file(path).items()}, path, metadata={"format": "pt"})
-    model = build_to_train(AutoConfig.from_pretrained(tmp_path / "base"))
-    weights.materialize(model, CPU, dtype=torch.bfloat16)
-    weights.load(model, tmp_path / "base")
+    model = loaded(tmp_path)
     name, bias = next((name, x) for name, x in weights.stored_buffers(model).items() if "e_score" in name)
     bias += 0.001
-    weights.save_pretrained(model, tmp_path / "out", torch.bfloat16, trained_from=tmp_path / "base")
-    assert torch.equal(load_file(tmp_path / "out" / weight_files.WEIGHTS)[name], bias)
+    assert torch.equal(saved(model, tmp_path)[name], bias)
 
 
 def test_random_weights_are_stored_as_the_class_says(tmp_path: Path, alone: None) -> None:

@@ -79,10 +79,3 @@ def test_tensors_are_gathered_by_one_function() -> None:
     """DTensor.full_tensor raises KeyError on the mesh of experts in torch before 2.13; whole_tensor does not."""
     paths = [path for path, _ in sources() if "full_tensor()" in (ROOT / path).read_text(encoding="utf-8")]
     assert not paths, f"{', '.join(map(str, paths))}: use lightseq.distributed.parallel_dims.whole_tensor"
-
-
-def test_faults_of_style_are_found() -> None:
-    source = '"""Modules."""\ndef f(a, b):\n    """Of what it says."""\nclass A:\n    """Whatever."""\n'
-    assert riddles(documented(source)) == ["Of what it says."]
-    (function,) = (node for node in documented(source) if isinstance(node, ast.FunctionDef))
-    assert parameters(function) == 2

@@ -361,20 +361,6 @@ def test_the_cause_of_a_failure_is_found_in_its_log(log: str, said: str | None) 
     assert cause(log) == said
 
 
-@pytest.mark.slow
-def test_the_tiny_sweep_trains_for_real(tmp_path: Path) -> None:
-    options = (f"output_dir={tmp_path}/out", f"data.output={tmp_path}/data")
-    changes = [word for option in options for word in ("--set", option)]
-    path = ROOT / "launch" / "sweeps" / "tiny.yaml"
-    python = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    done = launch(tmp_path, path, *changes, "--only", "length-256_ranks-2_schedule-zigzag", **python)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (record,) = [r for r in records(tmp_path).values() if r["status"] == "done"]
-    run = json.loads((Path(record["output_dir"]) / "run.json").read_text())
-    assert run["world_size"] == 2 and run["schedule"] == "zigzag"
-    assert len((Path(record["output_dir"]) / "metrics.jsonl").read_text().splitlines()) == 5
-
-
 def test_data_made_with_other_flags_is_refused(tmp_path: Path) -> None:
     flags = f"synthetic --kind zipf --documents 2 --length 8 --vocab_size 1_6 --output {tmp_path}/data"
 

@@ -403,9 +403,7 @@ def test_skipped_rows_are_counted_named_and_recorded(tmp_path: Path) -> None:
         ('{"text": "naïve"}\n', "line 1 has token id 256, outside the model's vocabulary of 256"),
         ("{}", "line 1 has no columns; give it 'text', messages"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "is a chat, but tokenizer byte has no chat template"),
-        ('{"input_ids": [1, "2"]}', "not a list of integers"),
         ('{"input_ids": [[1, 2], [3]]}', "line 1: 'input_ids' is [[1, 2], [3]], not a list of integers"),
-        ('{"input_ids": [[1, 2], [3, 4]]}', "line 1: 'input_ids' is [[1, 2], [3, 4]], not a list of integers"),
         ('{"input_ids": [1, 99999999999999999999]}', "not a list of integers"),
         ('{"input_ids": 7}', "line 1: 'input_ids' is 7, not a list of integers"),
         ('{"input_ids": [1, 2], "labels": [[1], [2, 3]]}', "line 1: 'labels' is [[1], [2, 3]], not a list of integers"),
@@ -441,13 +439,6 @@ def test_a_damaged_parquet_file_is_one_line(tmp_path: Path) -> None:
     offsets = pa.py_buffer(np.array([0, 2, 3], np.int32).tobytes())
     pq.write_table(pa.table({"text": pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ab\xff"))}), path)
     assert f"{path} cannot be read as Parquet past row 0: not UTF-8 text (byte 0 is 0xff)" in refusal(path)
-
-
-def test_a_path_that_is_no_data_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "data.csv.zst").write_text("a,b")
-    assert "does not exist" in refusal(tmp_path / "nothing")
-    assert "is not a token directory" in refusal(tmp_path / "data.csv.zst")
-    assert "neither a token directory" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import toy_mixer
 from programs import Ended, programs
-from small import VOCABULARY
+from small import VOCABULARY, sgd_steps
 from test_plan_training import planned_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -50,21 +50,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain_steps(files: Path, batches: list[list[list[int]]]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of transformers' own training, document by document."""
     model = AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float32)
-    losses = []
-    for documents in batches:
-        targets = sum(len(ids) - 1 for ids in documents)
-        total = 0.0
-        for ids in documents:
-            x = torch.tensor([ids])
-            loss = model(input_ids=x, labels=x).loss * (len(ids) - 1) / targets
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= RATE * parameter.grad
-                parameter.grad = None
-    return losses, model.state_dict()
+    return sgd_steps(model, batches, RATE), model.state_dict()
 
 
 def train(rank: int, lines: list[str]) -> list[Ended]:

@@ -1,29 +1,21 @@
 """Units of a model: every parameter is in one, and each unit has the mesh and the policy that it asks for."""
 
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import LlamaConfig
-from worlds import spawn
 
-from lightseq import hf
 from lightseq.config.train_config import TrainConfig
-from lightseq.distributed.parallel_dims import local_part, parallel_dims, shard_groups
+from lightseq.distributed.parallel_dims import parallel_dims
 from lightseq.distributed.world import World
 from lightseq.memory.recomputation import MemorySettings
-from lightseq.models import random_weights, weights
 from lightseq.models.decoder import decoder_layers, final_norm
-from lightseq.parallelize import Unit, apply_techniques, layer_groups, shard_parameters, units
+from lightseq.parallelize import Unit, layer_groups, units
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.training.optimization import clip, gradient_norms
 
-LENGTH = 24
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4,
     "num_key_value_heads": 2, "attention_bias": True,
@@ -64,36 +56,3 @@ def test_only_layers_stay_gathered_for_the_backward_pass(alone: None) -> None:
     reshards = {unit.kind: unit.policy.reshard_after_forward for unit in parts}
     assert reshards == {"end": None, "layers": False, "root": None}
     assert [unit.kind for unit in parts if not unit.policy.unshard_in_backward] == ["end", "end"]
-
-
-def gradients(_rank: int, mixed: bool) -> dict[str, tuple[float, Any]]:
-    """Norm and clipped gradient of each parameter after one step; `mixed` shards some layers over half of the ranks."""
-    world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    model = build_to_train(LlamaConfig(**SIZES))
-    parallel = apply_techniques(model, flags(model_max_length=LENGTH), parallel_dims(world), MemorySettings())
-    parts = parallel.units
-    if mixed:
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        parts = [replace(unit, mesh=grid) if i in (1, 3) else unit for i, unit in enumerate(parts)]
-    shard_parameters(parallel.loss_model, parts)
-    weights.materialize(model, torch.device("cpu"))
-    random_weights.initialize(model, seed=3)
-    ids = torch.arange(LENGTH)[None] * 7 % SIZES["vocab_size"]
-    batch = hf.shard_batch(parallel.context, ids, ids)
-    parallel.loss_model(batch["input_ids"], batch["position_ids"], batch["labels"]).backward()
-    of = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    grads = [local_part(gradient) for gradient in of.values()]
-    norms = gradient_norms(grads, [shard_groups(gradient) for gradient in of.values()])
-    clip(grads, norms.norm(), 0.5)
-    whole = [gradient.full_tensor().numpy() for gradient in of.values()]
-    return {name: (float(norm), x) for name, norm, x in zip(of, norms, whole, strict=True)}
-
-
-@pytest.mark.compat
-def test_layers_sharded_over_some_ranks_have_the_gradients_of_one_process() -> None:
-    (want,) = spawn(1, gradients, False)
-    for found in spawn(4, gradients, True):
-        assert found.keys() == want.keys()
-        for name, (norm, gradient) in found.items():
-            assert norm == pytest.approx(want[name][0], rel=1e-4), name
-            assert np.linalg.norm(gradient - want[name][1]) <= 1e-4 * np.linalg.norm(want[name][1]), name

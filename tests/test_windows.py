@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow_except
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -32,17 +31,12 @@ from worlds import one_process, spawn
 from benchmarks.tiny_models import plain_model, tiny_config
 from lightseq import hf
 from lightseq.attention.config import AttentionConfig
-from lightseq.kernels.attention.base import Saved
-from lightseq.kernels.attention.reference import ReferenceKernel
-from lightseq.kernels.attention.tile import backward_tile, forward_tile
-from lightseq.kernels.attention.torch_native import CpuKernel
 from lightseq.schedule.algorithms import SCHEDULES, make_schedule
 from lightseq.schedule.cost import AttentionShape, move_bytes
 from lightseq.schedule.documents import local_tokens, padded_length
 from lightseq.schedule.layout import Layout
 from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.proof import InvalidSchedule, validate
-from lightseq.schedule.segments import Segments
 from lightseq.schedule.table import Schedule
 from lightseq.schedule.windows import cut_layout, windowed_schedule
 
@@ -140,41 +134,7 @@ def test_only_the_window_moves(world: int) -> None:
     assert sum(move_bytes(table, shape, move, False) for move in moves) == needed
 
 
-def test_ring_schedules_are_refused() -> None:
-    for name in ("ring", "striped", "zigzag", "balanced"):
-        with pytest.raises(ValueError, match=f"schedule {name} does not support sliding windows; use prefix"):
-            windowed_schedule(make_schedule(name, 2), Nodes((0, 48)), 5, packed=False)
-
-
 # ---- kernels --------------------------------------------------------------------------------------------------------
-
-
-def masked(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Attention of the last rows over all keys, by nothing but torch."""
-    queries, keys = q.shape[1], k.shape[1]
-    visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).triu(keys - queries - window + 1)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True).transpose(1, 2)
-
-
-@pytest.mark.parametrize("kernel", [ReferenceKernel(), CpuKernel()], ids=["reference", "cpu"])
-@pytest.mark.parametrize("sizes", [(150, 150), (70, 150), (1, 150)])
-@pytest.mark.parametrize("window", [1, 9, 100, 400])
-def test_a_tile_equals_masked_attention(kernel: Any, sizes: tuple[int, int], window: int) -> None:
-    torch.manual_seed(0)
-    queries, keys = sizes
-    q, k, v = (torch.randn(1, n, h, 8, dtype=torch.float64) for n, h in ((queries, 4), (keys, 2), (keys, 2)))
-    tensors = [x.requires_grad_() for x in (q, k, v)]
-    want = masked(q, k, v, window)
-    dout = torch.randn_like(want)
-    wanted = torch.autograd.grad(want, tensors, dout)
-    segments = Segments(torch.tensor([[0, queries, 0, keys, 1]]).numpy(), window)
-    with torch.no_grad():
-        out, lse = forward_tile(kernel, q, k, v, segments, 8**-0.5)
-        got = backward_tile(kernel, dout, Saved(q, k, v, out, lse), segments, 8**-0.5)
-    torch.testing.assert_close(out, want.detach())
-    for x, y in zip(got, wanted, strict=True):
-        torch.testing.assert_close(x, y)
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -186,10 +146,15 @@ def model_of(name: str) -> PreTrainedModel:
     return kind(config(**SIZES | changes)).eval()
 
 
-def train(
-    rank: int, name: str, schedule: str, packed: bool, compiled: bool = False, cu_seqlens: tuple[int, ...] = DOCUMENTS
+def train(rank: int, name: str, *how: Any) -> None:
+    compare(model_of(name), *how)
+
+
+def compare(
+    want: Any, schedule: str, packed: bool, compiled: bool = False, cu_seqlens: tuple[int, ...] = DOCUMENTS
 ) -> None:
-    want = model_of(name)
+    """Compares loss and gradients over ranks with those of transformers on one process."""
+    want.zero_grad()
     model = copy.deepcopy(want)
     context = hf.enable(model, schedule=schedule, length=LENGTH)
     for layer in model.model.layers if compiled else ():
@@ -323,14 +288,3 @@ def test_a_window_in_only_the_mask_or_only_the_layer_is_refused(kind: Any) -> No
         assert torch.isfinite(model(**hf.shard_batch(context, short, short)).loss)
         with pytest.raises(ValueError, match=r"passes window .* to attention, but its model's mask has"):
             model(**hf.shard_batch(context, long, long))
-
-
-def refuse(rank: int) -> str:
-    with pytest.raises(ValueError) as caught:
-        hf.enable(model_of("mistral"), schedule="zigzag", length=LENGTH)
-    return str(caught.value)
-
-
-def test_a_schedule_without_windows_is_refused_on_every_rank() -> None:
-    for line in spawn(2, refuse):
-        assert line == "schedule zigzag does not support sliding windows; use prefix, ulysses, usp"
