@@ -150,6 +150,11 @@ def test_a_single_output_decays_and_a_vector_of_any_shape_does_not() -> None:
     assert {names[id(p)] for p in without_decay(model)} == {"sinks", "conv.bias"}
 
 
+def test_a_norm_with_a_weight_for_each_head_does_not_decay_whatever_its_name() -> None:
+    model = nn.ModuleDict({"scales_of_heads": nn.LayerNorm((2, 3), bias=False)})
+    assert without_decay(model) == {model["scales_of_heads"].weight}
+
+
 @pytest.mark.parametrize(
     "name, kind, fused",
     [("adamw_torch", LocalAdamW, None), ("adamw_torch_fused", LocalAdamW, True),
