@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from analysis_files import attention_point, write_lines
-from matplotlib.axes import Axes
+from analysis_files import attention_point, axes_of, write_lines
 from matplotlib.colors import to_hex
+from programs import refusal
 
 from analysis.__main__ import main
 from analysis.attention import BENCHMARK
@@ -34,14 +34,6 @@ def write(path: Path, points: list[dict[str, Any]]) -> Path:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return write(tmp_path / "a.jsonl", POINTS)
-
-
-def axes_of(file: Path) -> Axes:
-    (table,) = BENCHMARK.group(BENCHMARK.read(file, []))
-    picture = table.figure()
-    assert picture is not None
-    (axes,) = picture.axes
-    return axes
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str | Path) -> list[str]:
@@ -71,7 +63,7 @@ def test_the_ceiling_is_first_and_then_the_fastest_at_the_longest_length(
 
 
 def test_the_picture_has_a_line_per_implementation_and_a_dashed_ceiling(file: Path) -> None:
-    axes = axes_of(file)
+    (axes,) = axes_of(BENCHMARK, file)
     drawn = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
     assert list(drawn) == ["one GPU, fa4", "lightseq prefix", "ulysses-fa4", "lightseq ring"]
     assert [label for label, line in drawn.items() if line.get_linestyle() == "--"] == ["one GPU, fa4"]
@@ -86,7 +78,9 @@ def test_the_picture_has_a_line_per_implementation_and_a_dashed_ceiling(file: Pa
 
 
 def test_one_length_is_a_bar_per_implementation_with_the_ceiling_through_all(tmp_path: Path) -> None:
-    axes = axes_of(write(tmp_path / "one.jsonl", [point for point in POINTS if point["length"] == LENGTHS[1]]))
+    (axes,) = axes_of(
+        BENCHMARK, write(tmp_path / "one.jsonl", [point for point in POINTS if point["length"] == LENGTHS[1]])
+    )
     assert [label.get_text() for label in axes.get_yticklabels()] == ["one GPU, fa4", "lightseq prefix", "ulysses-fa4"]
     assert [bar.get_width() for bar in axes.patches] == [595.0, 600.0, 590.0]
     dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
@@ -154,18 +148,14 @@ def test_unreadable_lines_and_files_are_noted_and_the_others_are_drawn(
     ("content", "message"),
     [
         (json.dumps(HEADER), "no measurements"),
-        ('{"length": 1\n{"length": 2}\n', "line 1 is not JSON"),
         ("[1]\n", "line 1 is not a record"),
         ('{"step": 1, "loss": 2.0}\n', "line 1 has no 'heads'"),
         (json.dumps({key: POINTS[0][key] for key in POINTS[0] if "seconds" not in key}), "without --check"),
         (None, "a.jsonl does not exist"),
     ],
 )
-def test_other_files_are_one_line_and_exit_2(
-    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_files_are_one_line_and_exit_2(content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "a.jsonl").write_text(content)
-    assert main(["attention", str(tmp_path / "a.jsonl")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(main, "attention", tmp_path / "a.jsonl")
     assert line.startswith("analysis: error: ") and message in line

@@ -121,35 +121,27 @@ def test_the_lengths_of_2048_tokens_are_its_halves() -> None:
 EVALUATES = "--eval_data_path {files}/data.pkl --eval_strategy steps --eval_steps 2"
 
 
-@pytest.mark.slow
-def test_losses_on_one_rank_equal_full_padding(files: Path) -> None:
-    evaluates = EVALUATES.format(files=files)
-    check_same_losses(files, 1, {
-        "accumulated": f"--max_steps 4 --gradient_accumulation_steps 3 {evaluates}",
+CASES = {  # flags by ranks
+    1: {
+        "accumulated": f"--max_steps 4 --gradient_accumulation_steps 3 {EVALUATES}",
         "two-a-batch": "--num_train_epochs 1 --per_device_train_batch_size 2",
-    })  # fmt: skip
-
-
-@pytest.mark.slow
-def test_losses_on_two_ranks_equal_full_padding(files: Path) -> None:
-    evaluates = EVALUATES.format(files=files)
-    check_same_losses(files, 2, {
+    },
+    2: {
         "sequence": "--max_steps 4 --gradient_accumulation_steps 2",
-        "data": f"--max_steps 4 --gradient_accumulation_steps 2 --sequence_parallel_size 1 {evaluates}",
-    })  # fmt: skip
-
-
-@pytest.mark.slow
-def test_losses_on_three_ranks_equal_full_padding(files: Path) -> None:
-    check_same_losses(files, 3, {
+        "data": f"--max_steps 4 --gradient_accumulation_steps 2 --sequence_parallel_size 1 {EVALUATES}",
+    },
+    3: {
         "sequence": "--max_steps 4",
         "data": "--max_steps 3 --gradient_accumulation_steps 2 --sequence_parallel_size 1",
-    })  # fmt: skip
+    },
+    4: {"both": "--max_steps 4 --gradient_accumulation_steps 2 --sequence_parallel_size 2"},
+}
 
 
 @pytest.mark.slow
-def test_losses_on_two_by_two_ranks_equal_full_padding(files: Path) -> None:
-    check_same_losses(files, 4, {"both": "--max_steps 4 --gradient_accumulation_steps 2 --sequence_parallel_size 2"})
+@pytest.mark.parametrize("world", CASES)
+def test_losses_equal_full_padding(world: int, files: Path) -> None:
+    check_same_losses(files, world, {name: flags.format(files=files) for name, flags in CASES[world].items()})
 
 
 @pytest.mark.slow

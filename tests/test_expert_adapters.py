@@ -31,7 +31,6 @@ from lightseq.parts import adapters
 from lightseq.parts.adapter_targets import find_targets
 from lightseq.parts.changes import Changes
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.parts.expert_adapters import ExpertAdapter
 from lightseq.parts.experts import use_grouped_experts
 from lightseq.parts.fp8 import to_fp8
 from lightseq.training.metrics import read_records
@@ -124,15 +123,6 @@ def test_losses_and_gradients_equal_pefts(family: str, monkeypatch: pytest.Monke
             layer.enable_adapters(False)
         with theirs.disable_adapter():
             torch.testing.assert_close(model(input_ids=ids).logits, theirs(input_ids=ids).logits)
-
-
-def test_a_product_takes_no_weight_of_the_experts_size() -> None:
-    """64 inputs and outputs, rank 2: every tensor of the pass is thin."""
-    a, b = torch.randn(3, 2, 64), torch.randn(3, 64, 2)
-    x, ends = torch.randn(5, 64), torch.tensor([2, 2, 5], dtype=torch.int32)
-    product = ExpertAdapter(a, b, 0.5).product(x, ends)
-    expected = torch.cat([0.5 * x[:2] @ a[0].T @ b[0].T, 0.5 * x[2:] @ a[2].T @ b[2].T])
-    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.compat("5.20")

@@ -7,12 +7,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from lightseq.architecture.flops import (
     attention_forward_flops,
-    matmul_parameters,
     mfu,
     model_flops,
     peak_flops_per_second,
     recompute_flops,
-    total_parameters,
 )
 from lightseq.architecture.inspection import inspect_architecture
 from lightseq.memory.placement import KEEP, OFFLOAD, RECOMPUTE, RECOMPUTE_OFFLOAD, Placement
@@ -40,14 +38,6 @@ def counted_flops(config: LlamaConfig, remat: bool) -> int:
     # Some releases of transformers multiply positions by frequencies as matrices, once a step; no count includes that.
     rotary = counter.get_flop_counts().get("LlamaForCausalLM.model.rotary_emb", {})
     return counter.get_total_flops() - sum(rotary.values())
-
-
-def test_parameters_by_hand() -> None:
-    # q and o: 8·12 each; k and v: 8·6 each; gate, up and down: 8·12 each
-    assert inspect_architecture(small_config()).linears == 2 * (2 * 96 + 2 * 48 + 3 * 96) == 2 * 576
-    assert matmul_parameters(small_config()) == 2 * 576 + 80 == 1232
-    assert total_parameters(small_config()) == 1232 + 80 + 5 * 8
-    assert total_parameters(small_config(tie_word_embeddings=True)) == 1232 + 5 * 8
 
 
 def test_step_flops_by_hand() -> None:

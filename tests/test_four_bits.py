@@ -251,27 +251,13 @@ def test_a_run_resumes_on_the_form_of_its_base_only(folder: Path, trained_on: st
 @pytest.mark.parametrize(
     ("name", "words", "why"),
     [
+        ("model", "--load_in_4bit True", "--load_in_4bit True needs adapters; add --lora_rank"),
         ("double", "", "in four bits has weights that do not train; add --lora_rank"),
         ("fp4", "--lora_rank 4", "has quantized weights (bitsandbytes in fp4 in its config.json); give"),
     ],
 )
-def test_what_stored_weights_in_four_bits_do_not_support_is_refused(
-    folder: Path, name: str, words: str, why: str
-) -> None:
+def test_what_weights_in_four_bits_do_not_support_is_refused(folder: Path, name: str, words: str, why: str) -> None:
     (((end, _),),) = spawn(1, programs, [flags(folder, "refused", name, words)])
-    assert end.status == 2 and why in end.err, end.err
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("--lora_rank None", "--load_in_4bit True needs adapters; add --lora_rank"),
-    ],
-)
-def test_what_four_bits_do_not_support_is_refused(folder: Path, words: str, why: str) -> None:
-    given = flags(folder, "refused")
-    given = given.replace("--lora_rank 4 --lora_alpha 16", "") if "lora_rank" in words else f"{given} {words}"
-    (((end, _),),) = spawn(1, programs, [given])
     assert end.status == 2 and why in end.err, end.err
 
 

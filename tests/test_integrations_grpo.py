@@ -18,11 +18,12 @@ from trainer_numbers import (
     Numbers,
     UsesFsdp2,
     assert_equal,
+    check_equal,
     common,
     fresh_model,
     numbers,
+    runs,
     shared_folder,
-    sizes,
     tokenizer,
 )
 from worlds import spawn
@@ -235,7 +236,6 @@ def run(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int
         )  # fmt: skip
         found = numbers(trainer)
     found["logs"] = [list(trainer._logs["completion"]), list(trainer._logs["extra"]["first"])]
-    found["history"] = [{k: v for k, v in r.items() if "step_time" not in k} for r in found["history"]]
     return found
 
 
@@ -262,26 +262,16 @@ def distill(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks:
             eval_dataset=prompts(), processing_class=tokenizer(), peft_config=adapters, **options,
         )  # fmt: skip
         found = numbers(trainer)
-    found["history"] = [{k: v for k, v in r.items() if "step_time" not in k} for r in found["history"]]
     return found
-
-
-def split_distill(rank: int, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int) -> Numbers:
-    return distill(rank, kind, case, world // size, sequence_parallel_size=size)
-
-
-def split(rank: int, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int) -> Numbers:
-    return run(rank, kind, case, world // size, sequence_parallel_size=size)
 
 
 def check(
     plain: type[Trainer], ours: type[Trainer], case: Mapping[str, Any], world: int, regrouped: Sequence[str] = ()
 ) -> None:
     """Compares runs, except for metrics that TRL averages over micro-batches of `regrouped` rows."""
-    for size in sizes(world):
-        wanted = spawn(world // size, run, plain, case, world // size)[0]
+    for found, wanted in runs(run, plain, ours, case, world):
         assert "family" in case or any(np_changed(wanted))
-        for got in spawn(world, split, ours, case, size, world):
+        for got in found:
             for record in (*got["history"], *wanted["history"]):
                 for name in regrouped:
                     record.pop(name, None)
@@ -309,18 +299,12 @@ def test_rloo_equals_one_process(case: str, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["forward"], DISTILLATION_CASES))
 def test_distillation_equals_one_process(case: str, world: int) -> None:
-    for size in sizes(world):
-        wanted = spawn(world // size, distill, Distillation, DISTILLATION_CASES[case], world // size)[0]
-        assert "family" in DISTILLATION_CASES[case] or any(np_changed(wanted))
-        for got in spawn(world, split_distill, SplitDistillation, DISTILLATION_CASES[case], size, world):
-            assert_equal(got, wanted)
+    check_equal(distill, Distillation, SplitDistillation, DISTILLATION_CASES[case], world)
 
 
 @pytest.mark.slow
 def test_distillation_with_fsdp2_equals_one_process() -> None:
-    wanted = spawn(1, distill, Distillation, DISTILLATION_CASES["jsd"], 1)[0]
-    for got in spawn(2, split_distill, SplitShardedDistillation, DISTILLATION_CASES["jsd"], 2, 2):
-        assert_equal(got, wanted)
+    check_equal(distill, Distillation, SplitShardedDistillation, DISTILLATION_CASES["jsd"], 2)
 
 
 @pytest.mark.parametrize("case", slow_except([], ["grpo, kl", "generated", "adapters"]))
@@ -383,8 +367,8 @@ def test_completions_that_share_a_prompt_equal_one_process(case: str, world: int
 def test_rows_of_a_prompt_meet_in_micro_batches_without_another_update() -> None:
     """Metrics that TRL averages over micro-batches are those of other rows; losses and weights stay the same."""
     case = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "eval_strategy": "no"}
-    wanted = spawn(1, run, OpeningGrpo, case, 1)[0]
-    for got in spawn(2, split, SplitOpeningGrpo, case, 2, 2):
+    ((found, wanted),) = runs(run, OpeningGrpo, SplitOpeningGrpo, case, 2)
+    for got in found:
         assert [sorted(x) for x in got["logs"]] == [sorted(x) for x in wanted["logs"]]
         for ours, theirs in zip(got["history"], wanted["history"], strict=True):
             common = {name for name in theirs if name in ("loss", "grad_norm", "reward", "kl")}

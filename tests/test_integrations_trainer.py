@@ -23,6 +23,7 @@ from trainer_numbers import (
     Numbers,
     UsesFsdp2,
     assert_equal,
+    check_equal,
     collate,
     common,
     documents,
@@ -30,7 +31,6 @@ from trainer_numbers import (
     numbers,
     packed_ids,
     shared_folder,
-    sizes,
 )
 from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 from worlds import spawn
@@ -136,27 +136,11 @@ def train(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: i
         return numbers(trainer)
 
 
-def train_sequence_parallel(rank: int, case: Mapping[str, Any], size: int, world: int) -> Numbers:
-    return train(rank, SequenceParallelTrainer, case, world // size, sequence_parallel_size=size)
-
-
 @pytest.mark.compat("5.16")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", slow_except(QUICK, TRAINER_CASES))
 def test_trainer_equals_one_process(case: str, world: int) -> None:
-    for size in sizes(world):
-        data_ranks = world // size
-        wanted = spawn(data_ranks, train, Trainer, TRAINER_CASES[case], data_ranks)[0]
-        for got in spawn(world, train_sequence_parallel, TRAINER_CASES[case], size, world):
-            assert_equal(got, wanted)
-
-
-@pytest.mark.compat("5.16")
-def test_groups_that_count_their_own_tokens_equal_as_many_processes() -> None:
-    case = TRAINER_CASES["counted alone"]
-    wanted = spawn(2, train, Trainer, case, 2)[0]
-    for got in spawn(4, train_sequence_parallel, case, 2, 4):
-        assert_equal(got, wanted)
+    check_equal(train, Trainer, SequenceParallelTrainer, TRAINER_CASES[case], world)
 
 
 def plain_after(rank: int, sequence_parallel: bool) -> Numbers:

@@ -1,7 +1,7 @@
 """TRL's trainers whose sequences are split over ranks give the numbers of the unmodified trainer on one process."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,14 @@ from trainer_numbers import (
     ADAPTERS,
     CONFIG,
     Numbers,
+    Run,
     UsesFsdp2,
-    assert_equal,
+    check_equal,
     common,
     documents,
     fresh_model,
     numbers,
     packed_ids,
-    sizes,
     tokenizer,
 )
 from worlds import spawn
@@ -195,59 +195,42 @@ def reward(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: 
         return numbers(trainer)
 
 
-def sequence_parallel(
-    rank: int, run: Any, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int
-) -> Numbers:
-    return run(rank, kind, case, world // size, sequence_parallel_size=size)
-
-
 @pytest.mark.compat("5.16")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["adapters"], SFT_CASES))
 def test_sft_equals_one_process(case: str, world: int) -> None:
-    for size in sizes(world):
-        wanted = spawn(world // size, sft, SFTTrainer, SFT_CASES[case], world // size)[0]
-        for got in spawn(world, sequence_parallel, sft, SequenceParallelSFTTrainer, SFT_CASES[case], size, world):
-            assert_equal(got, wanted)
+    check_equal(sft, SFTTrainer, SequenceParallelSFTTrainer, SFT_CASES[case], world)
+
+
+def check_on_rows(
+    folder: Path, run: Run, plain: type[Trainer], ours: type[Trainer], case: Mapping[str, Any], world: int,
+    write: Callable[[Path], None] = preferences,
+) -> None:  # fmt: skip
+    """Compares on files of their own: TRL caches its tokens beside them."""
+    for name in ("wanted", "got"):
+        write(folder / name)
+    mine, theirs = ({**case, "rows": str(folder / name)} for name in ("got", "wanted"))
+    check_equal(run, plain, ours, mine, world, theirs)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["adapters"], DPO_CASES))
 def test_dpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
-    for size in sizes(world):
-        changes = []
-        for name in ("wanted", "got"):
-            preferences(tmp_path / f"{name}-{size}")
-            changes.append({**DPO_CASES[case], "rows": str(tmp_path / f"{name}-{size}")})
-        wanted = spawn(world // size, dpo, DPOTrainer, changes[0], world // size)[0]
-        for got in spawn(world, sequence_parallel, dpo, SequenceParallelDPOTrainer, changes[1], size, world):
-            assert_equal(got, wanted)
+    check_on_rows(tmp_path, dpo, DPOTrainer, SequenceParallelDPOTrainer, DPO_CASES[case], world)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["margins"], REWARD_CASES))
 def test_rewards_equal_one_process(case: str, world: int, tmp_path: Path) -> None:
-    for size in sizes(world):
-        changes = []
-        for name in ("wanted", "got"):
-            preferences(tmp_path / f"{name}-{size}")
-            changes.append({**REWARD_CASES[case], "rows": str(tmp_path / f"{name}-{size}")})
-        wanted = spawn(world // size, reward, RewardTrainer, changes[0], world // size)[0]
-        for got in spawn(world, sequence_parallel, reward, SequenceParallelRewardTrainer, changes[1], size, world):
-            assert_equal(got, wanted)
+    check_on_rows(tmp_path, reward, RewardTrainer, SequenceParallelRewardTrainer, REWARD_CASES[case], world)
 
 
 @pytest.mark.parametrize("case", slow_except(["ORPO"], OTHER_CASES))
 def test_trl_trainers_without_a_class_of_ours_equal_one_process(case: str, tmp_path: Path) -> None:
     name, changes = OTHER_CASES[case]
     plain, ours, _ = OTHERS[name]
-    cases = []
-    for folder in ("wanted", "got"):
-        (judged if name == "KTO" else preferences)(tmp_path / folder)
-        cases.append({"name": name, **changes, "rows": str(tmp_path / folder)})
-    wanted = spawn(1, other, plain, cases[0], 1)[0]
-    for got in spawn(2, sequence_parallel, other, ours, cases[1], 2, 2):
-        assert_equal(got, wanted)
+    write = judged if name == "KTO" else preferences
+    check_on_rows(tmp_path, other, plain, ours, {"name": name, **changes}, 2, write)
 
 
 def refusal_of_online_dpo(rank: int) -> str:
@@ -339,11 +322,7 @@ class FullyShardedDPO(SequenceParallel, UsesFsdp2, DPOTrainer):
 
 @pytest.mark.compat("5.16")
 def test_dpo_with_fsdp2_equals_one_process(tmp_path: Path) -> None:
-    preferences(tmp_path)
-    case = {"rows": str(tmp_path)}
-    wanted = spawn(1, dpo, DPOTrainer, case, 1)[0]
-    for got in spawn(2, sequence_parallel, dpo, FullyShardedDPO, case, 2, 2):
-        assert_equal(got, wanted)
+    check_on_rows(tmp_path, dpo, DPOTrainer, FullyShardedDPO, {}, 2)
 
 
 def refusal_of_head(rank: int) -> str:

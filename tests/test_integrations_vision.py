@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow_except
-from trainer_numbers import ADAPTERS, Numbers, UsesFsdp2, assert_equal, common, numbers, shared_folder, sizes
+from trainer_numbers import (
+    ADAPTERS,
+    Numbers,
+    UsesFsdp2,
+    check_equal,
+    common,
+    numbers,
+    shared_folder,
+)
 from worlds import spawn
 
 pytest.importorskip("trl")
@@ -161,20 +169,7 @@ def run(_rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: in
             model, args=config(**common(folder, **settings | case)), train_dataset=data, eval_dataset=data,
             processing_class=processor, **more,
         )  # fmt: skip
-        found = numbers(trainer)
-    found["history"] = [{k: v for k, v in r.items() if "step_time" not in k} for r in found["history"]]
-    return found
-
-
-def split(rank: int, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int) -> Numbers:
-    return run(rank, kind, case, world // size, sequence_parallel_size=size)
-
-
-def check(plain: type[Trainer], ours: type[Trainer], case: Mapping[str, Any], world: int) -> None:
-    for size in sizes(world):
-        wanted = spawn(world // size, run, plain, case, world // size)[0]
-        for got in spawn(world, split, ours, case, size, world):
-            assert_equal(got, wanted)
+        return numbers(trainer)
 
 
 QUICK: Mapping[str, Any] = {"max_steps": 1, "eval_strategy": "no"}
@@ -194,7 +189,7 @@ SFT_CASES: Mapping[str, dict[str, Any]] = {
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["one step"], SFT_CASES))
 def test_sft_with_a_processor_equals_one_process(case: str, world: int) -> None:
-    check(SFTTrainer, SequenceParallelSFTTrainer, SFT_CASES[case], world)
+    check_equal(run, SFTTrainer, SequenceParallelSFTTrainer, SFT_CASES[case], world)
 
 
 DPO_CASES: Mapping[str, dict[str, Any]] = {
@@ -225,27 +220,27 @@ RLOO_CASES: Mapping[str, dict[str, Any]] = {"kl": {"beta": 0.1}, "gemma3": {"fam
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["one step"], DPO_CASES))
 def test_dpo_with_a_processor_equals_one_process(case: str, world: int) -> None:
-    check(DPOTrainer, SequenceParallelDPOTrainer, DPO_CASES[case], world)
+    check_equal(run, DPOTrainer, SequenceParallelDPOTrainer, DPO_CASES[case], world)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["one step"], GRPO_CASES))
 def test_grpo_with_a_processor_equals_one_process(case: str, world: int) -> None:
-    check(Grpo, SplitGrpo, GRPO_CASES[case], world)
+    check_equal(run, Grpo, SplitGrpo, GRPO_CASES[case], world)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", RLOO_CASES)
 def test_rloo_with_a_processor_equals_one_process(case: str, world: int) -> None:
-    check(Rloo, SplitRloo, RLOO_CASES[case], world)
+    check_equal(run, Rloo, SplitRloo, RLOO_CASES[case], world)
 
 
 @pytest.mark.slow
 def test_a_processor_with_fsdp2_equals_one_process() -> None:
-    check(SFTTrainer, ShardedSft, {"family": "qwen3_vl"}, 2)
-    check(Grpo, ShardedGrpo, {"family": "qwen3_vl", "generate": True}, 2)
+    check_equal(run, SFTTrainer, ShardedSft, {"family": "qwen3_vl"}, 2)
+    check_equal(run, Grpo, ShardedGrpo, {"family": "qwen3_vl", "generate": True}, 2)
 
 
 def refused(rank: int, kind: type[Trainer], case: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Tiny model and documents for tests of trainers, and the numbers in which two trainers must agree."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
+from worlds import spawn
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -33,6 +34,7 @@ LENGTHS = (50, 17, 33, 60, 24, 60, 9, 41, 60, 35, 21, 48)  # of the documents: b
 STEPS = 3
 ADAPTERS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
 Numbers = dict[str, Any]
+Run = Callable[..., Numbers]  # of a rank, a trainer's class, a case, a number of data ranks, and options of ours
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -120,7 +122,7 @@ def numbers(trainer: Trainer, checkpoint: str | None = None) -> Numbers:
     """Trains, evaluates once more, and returns what is logged and the weights."""
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.evaluate()
-    timed = ("runtime", "per_second", "preparation_time", "flos")
+    timed = ("runtime", "per_second", "preparation_time", "flos", "step_time")
     history = [
         {k: v for k, v in record.items() if not any(t in k for t in timed)} for record in trainer.state.log_history
     ]
@@ -147,3 +149,24 @@ def assert_equal(got: Numbers, wanted: Numbers) -> None:
 def sizes(world: int) -> list[int]:
     """Returns the sequence parallel sizes to test. Data parallel runs are compared with the unmodified trainer's."""
     return [size for size in range(2, world + 1) if world % size == 0]
+
+
+def split(rank: int, run: Run, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int) -> Numbers:
+    """Runs a trainer whose groups of `size` ranks share sequences."""
+    return run(rank, kind, case, world // size, sequence_parallel_size=size)
+
+
+def runs(
+    run: Run, plain: type[Trainer], ours: type[Trainer], case: Mapping[str, Any], world: int,
+    their_case: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[list[Numbers], Numbers]]:  # fmt: skip
+    """Yields, for each size of groups, the numbers of all ranks, and those of plain trainers on a process per group."""
+    for size in sizes(world):
+        wanted = spawn(world // size, run, plain, their_case or case, world // size)[0]
+        yield spawn(world, split, run, ours, case, size, world), wanted
+
+
+def check_equal(run: Run, plain: type[Trainer], ours: type[Trainer], *cases: Any) -> None:
+    for found, wanted in runs(run, plain, ours, *cases):
+        for got in found:
+            assert_equal(got, wanted)
