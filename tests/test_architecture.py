@@ -102,10 +102,7 @@ def test_a_config_is_inspected_once_and_again_if_it_was_changed() -> None:
     ("model_type", "changes", "line"),
     [
         ("doge", {}, "attention"),
-        (
-            "gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-            "use your own loop around hf.enable (examples/README.md), or another model",
-        ),
+        ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, "use your own loop around"),
         ("ctrl", {"n_embd": 32}, "linear head; use your own loop around hf.enable (examples/README.md), or another"),
         ("bert", {}, "BertLMHeadModel"),
         ("t5", {}, "as a causal language model"),

@@ -213,10 +213,7 @@ FORGED: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "an offset that is no number": (sample(offset="0"), "str instead of int"),
     "a transform": (sample(transform_descriptors=["zip"]), "names the file"),
     "a part that is missing": (lambda index: first_tensor(index).chunks.pop(), "do not add up"),
-    "a part outside of its tensor": (
-        lambda index: setattr(first_tensor(index), "size", torch.Size([3, 5])),
-        "its shape",
-    ),
+    "a part outside its tensor": (lambda index: setattr(first_tensor(index), "size", torch.Size([3, 5])), "its shape"),
     "a place that is missing": (lambda index: index.storage_data.popitem(), "has no file for the part of"),
     "a tensor that is none": (lambda index: index.state_dict_metadata.update(x=3), "is not a tensor"),
 }

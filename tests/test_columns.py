@@ -351,10 +351,7 @@ def test_masks_of_long_answers_follow_the_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (
-            {"prompt": "a", "chosen": "b", "rejected": "c"},
-            "'chosen' holds preferences, which only lightseq train --objective dpo",
-        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "'chosen' holds preferences, which only lightseq train --o"),
         ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "'chosen' holds preferences"),
         ({"image": "a.png", "caption": "b"}, "'image' holds no text; lightseq train reads text only"),
         ({"weight": 1, "body": "b"}, "has no column 'text', messages, or prompt and completion; it has: weight, body"),

@@ -70,10 +70,7 @@ def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         (["schedule", "--ranks", "2"], "arguments are required: --schedule; lightseq schedule --help lists the flags"),
         (["nonsense", "--ranks", "2"], "unknown command 'nonsense'; choose one of train, "),
         ([], "no command given; "),
-        (
-            ["rehearse", "--model_name_or_path", "m"],
-            "rehearse was removed; plan predicts whether a run fits, and train ",
-        ),
+        (["rehearse", "--model_name_or_path", "m"], "rehearse was removed; plan predicts whether a run fits, and "),
     ],
 )
 def test_what_no_command_takes_is_one_line(words: list[str], line: str) -> None:
@@ -159,10 +156,7 @@ def test_hyphens_and_older_spellings_name_the_same_flags() -> None:
         ("--fp8 rowwise --fp16", "--fp8 rowwise needs bfloat16, not --fp16; add --bf16"),
         ("--fp8_emulate", "--fp8_emulate True needs --fp8; add it"),
         ("--deepspeed ds.json --fsdp ''", "--deepspeed ds.json and --fsdp '' both shard the weights; give one"),
-        (
-            "--deepspeed ds.json --optim adamw_8bit",
-            "--optim adamw_8bit does not run under --deepspeed; use adamw_torch",
-        ),
+        ("--deepspeed ds.json --optim adamw_8bit", "--optim adamw_8bit does not run under --deepspeed; use adamw"),
         ("--deepspeed ds.json --fp8 rowwise --bf16", "--fp8 rowwise does not run under --deepspeed; leave one of them"),
         ("--model_max_length 1Z", "1Z is not a number of tokens; write it like 131072, 128K or 1.5M"),
         ("--save_steps 0.5", "'0.5' is not a whole number"),
@@ -189,10 +183,7 @@ def test_hyphens_and_older_spellings_name_the_same_flags() -> None:
         ("--eval_strategy steps", "--eval_strategy steps needs data; add --eval_fraction, or --eval_data_path"),
         ("--eval_steps 5", "--eval_steps 5 needs data; add --eval_fraction, or --eval_data_path"),
         ("--eval_data_path gone", "--eval_data_path gone is not used because --eval_strategy is no; add"),
-        (
-            "--host_memory_budget 64 --offload none",
-            "limits offloaded activations, but --offload is none; add --offload",
-        ),
+        ("--host_memory_budget 64 --offload none", "limits offloaded activations, but --offload is none; add --"),
         ("--host_memory_budget 64 --offload optimizer", "but --offload is optimizer; add --offload activations"),
         ("--deepspeed d.json --host_memory_budget 64", "--host_memory_budget 64 limits a memory plan, which"),
         ("--torch_compile maybe", "'maybe' is not a boolean; give True or False, or auto for the planner's choice"),
@@ -215,10 +206,7 @@ def test_hyphens_and_older_spellings_name_the_same_flags() -> None:
         ("--eval_fraction 0.1 --max_eval_samples 3", "--max_eval_samples 3 limits --eval_data_path, not --eval_f"),
         ("--early_stopping_patience 2", "--early_stopping_patience 2 needs evaluations; add --eval_fraction, or"),
         ("--early_stopping_threshold 0.1", "--early_stopping_threshold 0.1 needs --early_stopping_patience; add it"),
-        (
-            "--early_stopping_patience 2 --eval_fraction 0.1",
-            "needs an evaluation at every checkpoint, but --eval_strat",
-        ),
+        ("--early_stopping_patience 2 --eval_fraction 0.1", "needs an evaluation at every checkpoint, but --eval_str"),
         ("--early_stopping_patience 0 --eval_fraction 0.1", "--early_stopping_patience 0: give at least 1, or leave"),
         ("--sample_max_new_tokens 9", "--sample_max_new_tokens 9 needs prompts; add --sample_prompts"),
         ("--profile_steps 10", "'10' is not a range of steps"),

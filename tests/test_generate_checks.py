@@ -161,10 +161,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "activation": (settings("config.json", hidden_act="foo"), "transformers: hidden_act is 'foo'; correct it"),
     "rope": (settings("config.json", rope_parameters={"rope_type": "foo", "rope_theta": 1e4}), "rope_type is 'foo'"),
     "dtype": (settings("config.json", dtype="float99"), "config.json cannot be loaded by transformers: "),
-    "large end id": (
-        settings("generation_config.json", eos_token_id=2**40),
-        "eos_token_id is 1099511627776, not an id",
-    ),
+    "large end id": (settings("generation_config.json", eos_token_id=2**40), "eos_token_id is 1099511627776, not an"),
     "end ids": (settings("generation_config.json", eos_token_id="a"), "eos_token_id is 'a', not an id"),
 }
 ADAPTER_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -175,10 +172,7 @@ ADAPTER_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "NaN": (rewritten(lambda x: [each.fill_(math.nan) for each in x.values()]), "holds NaN"),
     "missing": (rewritten(lambda x: x.pop(min(x))), "adapter_model.safetensors lacks base_model.model.model.layers.0"),
     "base": (settings("adapter_config.json", base_model_name_or_path=None), "does not name its base model"),
-    "lost base": (
-        settings("adapter_config.json", base_model_name_or_path="/no/where"),
-        "/no/where cannot be fetched (",
-    ),
+    "lost base": (settings("adapter_config.json", base_model_name_or_path="/no/where"), "/no/where cannot be fetched"),
     "rank": (settings("adapter_config.json", r=3), "2, 32]"),
 }
 

@@ -479,10 +479,7 @@ LAYERS: dict[str, tuple[Change, str]] = {
     "forward of attention": (lambda x: with_another_forward(x.self_attn), "self_attn has a forward of its own"),
     "hook of attention": (lambda x: double_output(x.self_attn), "self_attn has a forward hook"),
     "class of attention": (lambda x: give_class(x.self_attn, OtherAttention), "self_attn is a test_identity.OtherAtte"),
-    "hook of a norm": (
-        lambda x: double_output(x.post_attention_layernorm),
-        "post_attention_layernorm has a forward hoo",
-    ),
+    "hook of a norm": (lambda x: double_output(x.post_attention_layernorm), "post_attention_layernorm has a forward h"),
 }
 
 

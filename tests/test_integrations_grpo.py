@@ -385,8 +385,9 @@ def test_a_subclass_sees_a_group_as_one_process() -> None:
 
 
 def small(
-    rank: int, batch: int, function: dict[str, Any] | None, reward: Any = rewards, record: Any = len, **options: Any
-) -> list[Any] | str:
+    rank: int, batch: int, function: dict[str, Any] | None, reward: Any = rewards, record: Any = len,
+    rows: list[dict[str, str]] | None = None, **options: Any,
+) -> list[Any] | str:  # fmt: skip
     """Trains for one step. Returns a record of each call of the rollout function, or the error.
 
     `function` has the fields that a rollout function adds; None lets the model generate.
@@ -406,8 +407,8 @@ def small(
         )  # fmt: skip
         try:
             trainer = SequenceParallelGRPOTrainer(
-                fresh_model(), args=arguments, reward_funcs=reward, train_dataset=prompts(),
-                processing_class=tokenizer(), rollout_func=None if function is None else counted, **options,
+                fresh_model(), args=arguments, reward_funcs=reward,
+                train_dataset=Dataset.from_list(rows) if rows else prompts(), processing_class=tokenizer(), rollout_func=None if function is None else counted, **options,
             )  # fmt: skip
             trainer.train()
         except (ValueError, RuntimeError) as error:
@@ -439,22 +440,8 @@ def test_what_cannot_be_scored_or_divided_stops_every_rank() -> None:
         assert line.startswith("per_device_train_batch_size x steps_per_generation (3) times the groups of ranks that ")
 
 
-def completes_nothing(rank: int) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = SequenceParallelGRPOTrainer(
-            fresh_model(),
-            args=GRPOConfig(**common(folder, num_generations=2, max_steps=1, eval_strategy="no")),
-            reward_funcs=rewards,
-            train_dataset=Dataset.from_list([{"prompt": ""}]),
-            processing_class=tokenizer(),
-        )
-        with pytest.raises(RuntimeError) as error:
-            trainer.train()
-    return str(error.value)
-
-
 def test_a_prompt_without_tokens_is_refused() -> None:
-    for line in spawn(2, completes_nothing):
+    for line in spawn(2, small, 2, None, rewards, len, [{"prompt": ""}]):
         assert line.startswith("generation failed on rank 0: ValueError: the prompt '' has no tokens; remove its row, ")
 
 

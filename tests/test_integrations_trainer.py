@@ -143,14 +143,21 @@ def test_trainer_equals_one_process(case: str, world: int) -> None:
     check_equal(train, Trainer, SequenceParallelTrainer, TRAINER_CASES[case], world)
 
 
+def trainer_of(kind: type[Trainer], folder: str, model: Any = None, looks: Any = None, **changes: Any) -> Trainer:
+    """Returns a trainer of all documents, which evaluates five of them."""
+    rows, arguments = Dataset.from_list([{"input_ids": ids} for ids in documents()]), common(folder, **changes)
+    arguments["remove_unused_columns"] = False
+    return kind(
+        model or fresh_model(), TrainingArguments(**arguments), data_collator=collate, train_dataset=rows,
+        eval_dataset=rows.select(range(5)), callbacks=looks,
+    )  # fmt: skip
+
+
 def plain_after(rank: int, sequence_parallel: bool) -> Numbers:
-    rows = [{"input_ids": ids} for ids in documents()]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(**common(folder, remove_unused_columns=False))
-        datasets: dict[str, Any] = {"data_collator": collate, "train_dataset": rows, "eval_dataset": rows[:5]}
         if sequence_parallel:
-            SequenceParallelTrainer(fresh_model(), arguments, **datasets)
-        return numbers(Trainer(fresh_model(), arguments, **datasets))
+            trainer_of(SequenceParallelTrainer, folder)
+        return numbers(trainer_of(Trainer, folder))
 
 
 @pytest.mark.slow
@@ -160,8 +167,8 @@ def test_a_plain_trainer_after_ours_gets_its_own_batches() -> None:
         assert_equal(got, wanted)
 
 
-def checkpointed_modules(rank: int) -> tuple[int, dict[str, bool]]:
-    """Returns how many modules transformers checkpoints during training, and the arguments afterwards."""
+def checkpointed_modules(rank: int) -> tuple[int, dict[str, bool], list[str]]:
+    """Returns how many modules transformers checkpoints in training, the arguments afterwards, and what is warned of."""
     found = []
 
     class Look(TrainerCallback):
@@ -169,45 +176,24 @@ def checkpointed_modules(rank: int) -> tuple[int, dict[str, bool]]:
             found.append(sum(getattr(module, "gradient_checkpointing", False) for module in model.modules()))
 
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(**common(folder, remove_unused_columns=False, gradient_checkpointing=True))
-        rows = [{"input_ids": ids} for ids in documents()]
-        trainer = SequenceParallelTrainer(
-            fresh_model(), arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows, callbacks=[Look()]
-        )
-        trainer.train()
-        names = ("gradient_checkpointing", "activation_checkpointing")
-        return sum(found), {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-
-
-def test_gradient_checkpointing_does_not_compute_attention_again() -> None:
-    for modules, arguments in spawn(2, checkpointed_modules):
-        assert modules == 0 and all(arguments.values())
-
-
-def warnings_of_checkpoints(rank: int) -> list[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(**common(folder, remove_unused_columns=False, gradient_checkpointing=True))
-        rows = [{"input_ids": ids} for ids in documents()]
-        trainer = SequenceParallelTrainer(fresh_model(), arguments, collate, rows, rows)
+        trainer = trainer_of(SequenceParallelTrainer, folder, looks=[Look()], gradient_checkpointing=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.train()
-    return [str(x.message) for x in caught if "_checkpointing" in str(x.message)]
+    names = [name for name in ("gradient_checkpointing", "activation_checkpointing") if hasattr(trainer.args, name)]
+    warned = [str(x.message) for x in caught if "_checkpointing" in str(x.message)]
+    return sum(found), {name: getattr(trainer.args, name) for name in names}, warned
 
 
-def test_recomputing_layers_calls_nothing_deprecated() -> None:
-    assert spawn(2, warnings_of_checkpoints) == [[], []]
+def test_gradient_checkpointing_does_not_compute_attention_again_and_calls_nothing_deprecated() -> None:
+    for modules, arguments, warned in spawn(2, checkpointed_modules):
+        assert modules == 0 and all(arguments.values()) and not warned
 
 
 def dropped_out(rank: int, recomputes: bool) -> Numbers:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(**common(folder, remove_unused_columns=False, gradient_checkpointing=recomputes))
-        rows = [{"input_ids": ids} for ids in documents()]
         model = get_peft_model(fresh_model(), LoraConfig(**ADAPTERS, lora_dropout=0.5))
-        trainer = SequenceParallelTrainer(
-            model, arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows[:5]
-        )
-        return numbers(trainer)
+        return numbers(trainer_of(SequenceParallelTrainer, folder, model, gradient_checkpointing=recomputes))
 
 
 @pytest.mark.slow
@@ -224,13 +210,15 @@ def resume(rank: int, kind: type[Trainer], adapters: bool) -> tuple[Numbers, Num
     found = []
     with shared_folder() as folder:
         for checkpoint in (None, f"{folder}/checkpoint-2"):
-            changes = {"max_steps": 4, "eval_steps": 4, "save_strategy": "steps", "save_steps": 2}
-            arguments = TrainingArguments(
-                **common(folder, remove_unused_columns=False, optim="adamw_torch", learning_rate=0.01, **changes)
-            )
-            rows = [{"input_ids": ids} for ids in documents()]
+            changes = {
+                "max_steps": 4,
+                "eval_steps": 4,
+                "save_strategy": "steps",
+                "save_steps": 2,
+                "learning_rate": 0.01,
+            }
             model = get_peft_model(fresh_model(), LoraConfig(**ADAPTERS)) if adapters else fresh_model()
-            trainer = kind(model, arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows[:5])
+            trainer = trainer_of(kind, folder, model, optim="adamw_torch", **changes)
             found.append(numbers(trainer, checkpoint))
     return found[0], found[1]
 
@@ -285,13 +273,10 @@ class Hub:
 
 def push(rank: int) -> list[str]:
     """Trains a step and pushes. Returns the names of the files that this rank pushed."""
-    hub, rows = Hub(), Dataset.from_list([{"input_ids": ids} for ids in documents()])
+    hub = Hub()
     with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.trainer, "hf_api", lambda: hub)
-        arguments = TrainingArguments(**common(folder, push_to_hub=True, hub_model_id="tiny", max_steps=1))
-        trainer = SequenceParallelTrainer(
-            fresh_model(), arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows
-        )
+        trainer = trainer_of(SequenceParallelTrainer, folder, push_to_hub=True, hub_model_id="tiny", max_steps=1)
         trainer.train()
         trainer.push_to_hub()
     return hub.pushed

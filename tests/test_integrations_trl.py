@@ -27,7 +27,7 @@ from worlds import spawn
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification, LlamaConfig, Trainer
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -293,23 +293,6 @@ def test_a_custom_loss_gets_gradients_of_log_probs_and_entropies() -> None:
     (_, wanted), *_ = spawn(1, heads_of_steps, [WholeRewardsEntropy])
     for flags, norm in spawn(2, heads_of_steps, [SequenceParallelSFTTrainer, SplitRewardsEntropy]):
         assert flags == [True, False] and norm == pytest.approx(wanted, rel=1e-5)
-
-
-def refusal(rank: int, model: Any, adapters: Any) -> str:
-    rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = SFTConfig(**common(folder, max_length=64, eval_strategy="no"))
-        with pytest.raises(ValueError) as caught:
-            SequenceParallelSFTTrainer(
-                model, arguments, train_dataset=rows, processing_class=tokenizer(), peft_config=adapters
-            )
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", [PrefixTuningConfig, pytest.param(PromptTuningConfig, marks=pytest.mark.slow)])
-def test_adapters_that_add_tokens_are_refused(kind: Any) -> None:
-    for line in spawn(2, refusal, fresh_model(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4)):
-        assert "adapters add tokens to each sequence" in line and "use LoRA" in line
 
 
 class FullyShardedSFT(SequenceParallel, UsesFsdp2, SFTTrainer):
