@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from plain_training import loss_at, plain_losses
 from programs import described_programs, refusal
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,7 +28,6 @@ from lightseq.checkpoint.model_differences import start_notes
 from lightseq.cli import main as lightseq
 from lightseq.config.command_line import parse
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import permutation
 from lightseq.memory.remat import apply_remat
 from lightseq.parts import adapter_files, adapters
 from lightseq.parts.packed_base import PackedBase
@@ -65,17 +65,7 @@ def peft_losses(
     with torch.no_grad():
         adapters.initialize(model.base_model.model, 42)
     optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=3e-2, loraplus_lr_ratio=ratio, weight_decay=0.0)
-    losses = []
-    for step in range(STEPS + 1):
-        ids = torch.tensor([data[permutation(len(data), 42, 0)[step]]])
-        loss = model(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        if step < STEPS:
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, model
+    return plain_losses(model, data, STEPS, optimizer), model
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +110,19 @@ def test_adapters_train_and_are_saved_and_merged_as_by_peft(folder: Path) -> Non
     data = pickle.loads((folder / "data.pkl").read_bytes())["input_ids"]
     expected, trained = peft_losses(folder / "model", data)
     assert losses(folder, "whole") == pytest.approx(expected[:-1], abs=1e-5)
-    checkpoint, ids = folder / "whole" / f"checkpoint-{STEPS}", torch.tensor([data[permutation(5, 42, 0)[STEPS]]])
-    untrained = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert abs(untrained(input_ids=ids, labels=ids).loss.item() - expected[-1]) > 0.01, "nothing was learnt"
+    checkpoint, untrained = (
+        folder / "whole" / f"checkpoint-{STEPS}",
+        AutoModelForCausalLM.from_pretrained(folder / "model"),
+    )
+    assert abs(loss_at(untrained, data, STEPS).item() - expected[-1]) > 0.01, "nothing was learnt"
     opened = peft.PeftModel.from_pretrained(untrained, checkpoint)
-    assert opened(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected[-1], abs=1e-5)
+    assert loss_at(opened, data, STEPS).item() == pytest.approx(expected[-1], abs=1e-5)
     shutil.copyfile(checkpoint / WEIGHTS, folder / "model" / "stray.safetensors")  # of nobody's index
     merges(checkpoint, folder / "merged")
     (folder / "model" / "stray.safetensors").unlink()
     assert [file.name for file in (folder / "merged").glob("*.safetensors")] == ["model.safetensors"]
     merged, by_peft = AutoModelForCausalLM.from_pretrained(folder / "merged"), trained.merge_and_unload().state_dict()
-    assert merged(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected[-1], abs=1e-5)
+    assert loss_at(merged, data, STEPS).item() == pytest.approx(expected[-1], abs=1e-5)
     for name, weight in merged.state_dict().items():
         assert (weight - by_peft[name]).abs().max() < 1e-4, name
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_training import loss_at, plain_losses
 from programs import Ended, program
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedConfig
@@ -18,7 +19,6 @@ from lightseq.architecture.flops import attention_forward_flops, model_flops
 from lightseq.architecture.inspection import inspect_architecture
 from lightseq.config.remat_policies import STORES_MLP
 from lightseq.config.train_config import TrainConfig
-from lightseq.data.batches import permutation
 from lightseq.parts import mlp
 from lightseq.plan.breakdown import GIB
 from lightseq.plan.hardware import Hardware
@@ -256,22 +256,6 @@ def test_length_dependent_rope_is_supported(rope_type: str) -> None:
     assert inspect_architecture(config_of("llama", rope_parameters=rope, original_max_position_embeddings=32)).linears
 
 
-def plain_losses(directory: Path, data: list[list[int]]) -> list[float]:
-    """Returns losses of every step, and of one more."""
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    losses = []
-    for step in range(STEPS + 1):
-        ids = torch.tensor([data[permutation(len(data), 42, 0)[step]]])
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def programs(rank: int, runs: list[str]) -> list[Ended]:
     mlp.TILE_TOKENS = 3  # or none of these sequences would be long enough for an MLP over tiles
     return [program(rank, "any", words) for words in runs]
@@ -295,13 +279,14 @@ def test_other_models_train_as_one_process_does(tmp_path: Path, names: list[str]
         assert end.status == 0, end.err
     for name in names:
         losses = [record["loss"] for record in read_records(tmp_path / f"{name}-out" / "metrics.jsonl")]
-        expected = plain_losses(tmp_path / name, data)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+        expected = plain_losses(plain, data, STEPS, optimizer)
         assert losses == pytest.approx(expected[:-1], abs=1e-5), name
         saved = tmp_path / f"{name}-out" / f"checkpoint-{STEPS}"
         model, notes = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
         assert not any(notes.values()) and type(model).__name__ == inspect_architecture(config_of(name)).name
-        ids = torch.tensor([data[permutation(len(data), 42, 0)[STEPS]]])
-        assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected[-1], abs=1e-5), name
+        assert loss_at(model, data, STEPS).item() == pytest.approx(expected[-1], abs=1e-5), name
 
 
 def test_latent_attention_and_experts_are_facts() -> None:

@@ -35,6 +35,26 @@ def twice(module: nn.Module, forward: Any, x: Tensor) -> Tensor:
     return 2 * forward(x)
 
 
+def test_undoing_restores_attributes_forwards_and_hooks_once() -> None:
+    module, x, changes, order = nn.Linear(2, 2), torch.ones(1, 2), Changes(), list[str]()
+    before, expected = dict(vars(module)), module(x)
+    module.mark = "before"  # type: ignore[assignment]
+    for value in ("first", "second"):
+        changes.set_attribute(module, "mark", value)
+        changes.call_later(partial(order.append, value))
+    changes.set_attribute(module, "new", 1)
+    changes.replace_forward(module, twice)
+    changes.replace_forward(module, twice)
+    changes.add_hook(module.register_forward_hook(lambda *_: order.append("called")))
+    assert torch.equal(module(x), 4 * expected)
+    for _ in range(2):
+        changes.undo()
+        assert torch.equal(module(x), expected) and order == ["called", "second", "first"]
+    assert module.mark == "before"
+    del module.mark
+    assert vars(module) == before
+
+
 def test_what_another_library_has_set_since_stays_unless_it_was_to_be_restored() -> None:
     module, x, changes = nn.Linear(2, 2), torch.ones(1, 2), Changes()
     changes.set_attribute(module, "mark", "ours")

@@ -99,7 +99,7 @@ def test_an_optimizer_section_that_agrees_with_the_flags_is_accepted(tmp_path: P
              " ranks is 8; make them equal"],
         ),
         (adamw(lr=1e-3), {}, ["optimizer.params: lr is 0.001, but --learning_rate is 5e-05; make them equal"]),
-        (adamw(betas=[0.9, 0.95]), {}, ["betas is [0.9, 0.95], but [--adam_beta1, --adam_beta2] is [0.9, 0.999]; make"]),
+        (adamw(betas=[0.9, 0.95]), {}, ["betas is [0.9, 0.95], but [--adam_beta1, --adam_beta2] is [0.9, 0.999]"]),
         (adamw(eps=1e-8), {"adam_epsilon": 1e-6}, ["eps is 1e-08, but --adam_epsilon is 1e-06; make them equal"]),
         (zero() | {"optimizer": {"type": "Lamb"}}, {}, ['optimizer is {"type": "Lamb"}; give AdamW, or remove']),
         (zero() | {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, {}, ["give AdamW, or remove it"]),

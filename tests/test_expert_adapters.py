@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_training import plain_losses
 from programs import programs
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from worlds import spawn
 from lightseq.architecture.flops import count_adapter_parameters
 from lightseq.cli import main as lightseq
 from lightseq.config.command_line import parse
-from lightseq.data.batches import permutation
 from lightseq.models.weights import base_parameters
 from lightseq.parts import adapters
 from lightseq.parts.adapter_targets import find_targets
@@ -205,16 +205,7 @@ def test_fp8_leaves_experts_and_routers() -> None:
 def peft_losses(model: Any, data: list[list[int]]) -> list[float]:
     """Returns the losses of every step, by peft and plain torch."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2, weight_decay=0.0)
-    losses = []
-    for step in range(STEPS):
-        ids = torch.tensor([data[permutation(len(data), 42, 0)[step]]])
-        loss = model(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return plain_losses(model, data, STEPS, optimizer)[:-1]
 
 
 def logits(model: Any) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import slow_except
+from plain_training import plain_losses
 from programs import Ended, described_programs
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,7 +19,6 @@ from worlds import spawn
 from benchmarks.tiny_models import tiny_config
 from lightseq.architecture.family import resolve
 from lightseq.cli import main as lightseq
-from lightseq.data.batches import permutation
 from lightseq.distributed.parallel_dims import local_part
 from lightseq.models import nf4, weights
 from lightseq.models.packed import PackedWeight
@@ -89,15 +89,8 @@ def reference(folder: Path, model: str = "model") -> tuple[list[float], dict[str
     with torch.no_grad():
         adapters.initialize(adapted.base_model.model, 42)
     optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=1.0)
-    data, losses = pickle.loads((folder / "data.pkl").read_bytes())["input_ids"], []
-    for step in range(STEPS):
-        ids = torch.tensor([data[permutation(len(data), 42, 0)[step]]])
-        loss = adapted(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(adapted.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    data = pickle.loads((folder / "data.pkl").read_bytes())["input_ids"]
+    losses = plain_losses(adapted, data, STEPS, optimizer)[:-1]
     return losses, {n: p.detach() for n, p in adapted.named_parameters() if p.requires_grad}
 
 

@@ -44,7 +44,8 @@ def test_a_model_without_a_tokenizer_gets_the_one_of_its_data(tmp_path: Path) ->
     flags = f"--model_name_or_path {tmp_path}/model --data_path {tmp_path}/data --output_dir {tmp_path}/run"
     end = alone(f"{flags} --model_max_length 32 --max_steps 1")
     assert end.status == 0, end.err
-    assert isinstance(load_tokenizer(str(tmp_path / "run" / "checkpoint-1")), ByteTokenizer)
+    saved = load_tokenizer(str(tmp_path / "run" / "checkpoint-1"))
+    assert isinstance(saved, ByteTokenizer) and saved.fingerprint == ByteTokenizer().fingerprint
 
 
 def test_prompts_are_continued_as_by_transformers(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

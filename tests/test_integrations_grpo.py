@@ -408,7 +408,8 @@ def small(
         try:
             trainer = SequenceParallelGRPOTrainer(
                 fresh_model(), args=arguments, reward_funcs=reward,
-                train_dataset=Dataset.from_list(rows) if rows else prompts(), processing_class=tokenizer(), rollout_func=None if function is None else counted, **options,
+                train_dataset=Dataset.from_list(rows) if rows else prompts(), processing_class=tokenizer(),
+                rollout_func=None if function is None else counted, **options,
             )  # fmt: skip
             trainer.train()
         except (ValueError, RuntimeError) as error:

@@ -168,7 +168,7 @@ def test_a_plain_trainer_after_ours_gets_its_own_batches() -> None:
 
 
 def checkpointed_modules(rank: int) -> tuple[int, dict[str, bool], list[str]]:
-    """Returns how many modules transformers checkpoints in training, the arguments afterwards, and what is warned of."""
+    """Returns how many modules transformers checkpoints in training, the arguments afterwards, and its warnings."""
     found = []
 
     class Look(TrainerCallback):

@@ -186,12 +186,6 @@ SFT_CASES: Mapping[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["one step"], SFT_CASES))
-def test_sft_with_a_processor_equals_one_process(case: str, world: int) -> None:
-    check_equal(run, SFTTrainer, SequenceParallelSFTTrainer, SFT_CASES[case], world)
-
-
 DPO_CASES: Mapping[str, dict[str, Any]] = {
     "one step": QUICK,
     "sigmoid": {},
@@ -216,25 +210,20 @@ GRPO_CASES: Mapping[str, dict[str, Any]] = {
 RLOO_CASES: Mapping[str, dict[str, Any]] = {"kl": {"beta": 0.1}, "gemma3": {"family": "gemma3"}}
 
 
-@pytest.mark.slow
+TRAINERS: Mapping[str, tuple[type[Trainer], type[Trainer], Mapping[str, dict[str, Any]]]] = {
+    "SFT": (SFTTrainer, SequenceParallelSFTTrainer, SFT_CASES),
+    "DPO": (DPOTrainer, SequenceParallelDPOTrainer, DPO_CASES),
+    "GRPO": (Grpo, SplitGrpo, GRPO_CASES),
+    "RLOO": (Rloo, SplitRloo, RLOO_CASES),
+}
+EVERY = [(name, case) for name, (_, _, cases) in TRAINERS.items() for case in cases]
+
+
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["one step"], DPO_CASES))
-def test_dpo_with_a_processor_equals_one_process(case: str, world: int) -> None:
-    check_equal(run, DPOTrainer, SequenceParallelDPOTrainer, DPO_CASES[case], world)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["one step"], GRPO_CASES))
-def test_grpo_with_a_processor_equals_one_process(case: str, world: int) -> None:
-    check_equal(run, Grpo, SplitGrpo, GRPO_CASES[case], world)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", RLOO_CASES)
-def test_rloo_with_a_processor_equals_one_process(case: str, world: int) -> None:
-    check_equal(run, Rloo, SplitRloo, RLOO_CASES[case], world)
+@pytest.mark.parametrize(("name", "case"), slow_except([("SFT", "one step")], EVERY))
+def test_a_trainer_with_a_processor_equals_one_process(name: str, case: str, world: int) -> None:
+    plain, ours, cases = TRAINERS[name]
+    check_equal(run, plain, ours, cases[case], world)
 
 
 @pytest.mark.slow
