@@ -71,6 +71,10 @@ def flags(model: Path, tmp_path: Path, more: str = "") -> list[str]:
     return [*words.split(), "--output", str(tmp_path / "out" / "s.jsonl"), *more.split()]
 
 
+def trials_of(model: Path, tmp_path: Path, words: str, on_gpu: bool, *more: str) -> list[Trial]:
+    return trials(setting_of(parse([*flags(model, tmp_path, words), *more]), on_gpu=on_gpu))
+
+
 def read(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "out" / "s.jsonl").read_text().splitlines()]
 
@@ -313,9 +317,8 @@ def test_a_log_says_why(log: str, said: str) -> None:
 
 
 def test_every_length_is_tried_by_lightseq_with_each_set_of_flags_and_by_the_peers(model: Path, tmp_path: Path) -> None:
-    words = flags(model, tmp_path, "--lengths 2K,4K --implementations plain,lightseq")
-    asked = parse([*words, "--lightseq_flags", "--remat none --schedule ulysses", "--lightseq_flags=--tf32"])
-    rows = trials(setting_of(asked, on_gpu=True))
+    more = ["--lightseq_flags", "--remat none --schedule ulysses", "--lightseq_flags=--tf32"]
+    rows = trials_of(model, tmp_path, "--lengths 2K,4K --implementations plain,lightseq", True, *more)
     labels = ["lightseq", "lightseq (remat none, schedule ulysses)", "lightseq (tf32)", "plain"]
     assert [(row.length, row.label) for row in rows] == [(n, label) for n in (2048, 4096) for label in labels]
     command = " ".join(rows[1].command)
@@ -323,25 +326,25 @@ def test_every_length_is_tried_by_lightseq_with_each_set_of_flags_and_by_the_pee
     assert "llama3/train.py" in command and command.endswith("--bf16 --remat none --schedule ulysses")
     assert "--bf16" in command and "--random_init" in command
     assert len({row.directory for row in rows}) == len(rows)
-    alone = flags(model, tmp_path, "--implementations plain --lightseq_flags=--tf32")
-    assert [row.label for row in trials(setting_of(parse(alone), on_gpu=True))] == ["lightseq (tf32)", "plain"]
+    alone = trials_of(model, tmp_path, "--implementations plain --lightseq_flags=--tf32", True)
+    assert [row.label for row in alone] == ["lightseq (tf32)", "plain"]
     assert "benchmarks/step_peers/worker.py plain" in " ".join(rows[3].command)
 
 
 def test_a_trainer_on_one_process_runs_without_a_launcher(model: Path, tmp_path: Path) -> None:
     words = f"--implementations trl,unsloth,plain --nproc_per_node 1 --unsloth_python {sys.executable}"
-    trl, unsloth, plain = trials(setting_of(parse(flags(model, tmp_path, words)), on_gpu=False))
+    trl, unsloth, plain = trials_of(model, tmp_path, words, False)
     assert trl.command[0].endswith("/worker.py") and unsloth.command[0].endswith("/worker.py")
     assert plain.command[:2] == ["-m", "torch.distributed.run"]
     assert (trl.python, unsloth.python, plain.python) == (None, sys.executable, None)
     assert "UNSLOTH_FSDP2" not in unsloth.environment
-    [several] = trials(setting_of(parse(flags(model, tmp_path, "--implementations unsloth")), on_gpu=True))
+    [several] = trials_of(model, tmp_path, "--implementations unsloth", True)
     assert several.command[:2] == plain.command[:2] and several.environment["UNSLOTH_FSDP2"] == "1"
 
 
 def test_packed_rows_and_adapters_are_asked_of_every_implementation(tmp_path: Path) -> None:
     words = "--implementations lightseq,trl --packed_rows 16 --lora_rank 4"
-    ours, trl = trials(setting_of(parse(flags(Path("tiny-llama2"), tmp_path, words)), on_gpu=False))
+    ours, trl = trials_of(Path("tiny-llama2"), tmp_path, words, False)
     assert "llama2/train.py" in " ".join(ours.command) and "--bf16" not in ours.command
     assert " --packing best_fit --lora_rank 4" in " ".join(ours.command)
     assert " ".join(trl.command).endswith("--packed_rows 16 --lora_rank 4")

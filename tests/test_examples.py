@@ -86,10 +86,10 @@ def example(rank: int, name: str, size: int) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["images", "distill"])
-def test_other_loops_give_the_same_losses_on_two_ranks(name: str) -> None:
+@pytest.mark.parametrize(("name", "learnt"), [("images", 0.3), ("distill", 0.049)])
+def test_other_loops_give_the_same_losses_on_two_ranks(name: str, learnt: float) -> None:
     (wanted,) = spawn(1, example, name, 1)
-    assert wanted[-1] < min(0.9 * wanted[0], wanted[0] - 0.3)
+    assert wanted[-1] < wanted[0] - learnt
     for losses in spawn(2, example, name, 2):
         assert losses == pytest.approx(wanted, abs=1e-5)
 

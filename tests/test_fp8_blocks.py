@@ -132,7 +132,8 @@ def test_values_are_those_of_transformers(folder: Path, tmp_path: Path, name: st
     weights.load(model, directory)
     wanted = theirs(directory, dtype)
     for where, x in model.named_parameters():
-        assert x.dtype == dtype and x.equal(wanted.get_parameter(where)), where
+        in_float32 = name not in MODELS and where.endswith("mlp.gate.weight")  # a router that stays in it
+        assert x.dtype == (torch.float32 if in_float32 else dtype) and x.equal(wanted.get_parameter(where)), where
         is_packed = x.ndim > 1 and ".layers." in where and where.removesuffix(".weight") not in DENSE
         assert isinstance(x, PackedWeight) == is_packed, where
 
