@@ -166,7 +166,6 @@ def test_hyphens_and_older_spellings_name_the_same_flags() -> None:
         ("--num_train_epochs inf", "--num_train_epochs inf: give a number above 0"),
         ("--max_steps -1", "--max_steps -1: give at least 1, or leave it out"),
         ("--max_steps 9223372036854775807", "--max_steps 9223372036854775807: give at most 1,000,000,000"),
-        ("--model_max_length 0", "--model_max_length 0: give at least 1"),
         ("--adam_beta1 1", "--adam_beta1 1.0: give a number from 0 to below 1"),
         ("--optim sgd --adam_beta2 0.95", "--adam_beta2 0.95 applies to AdamW, not to --optim sgd; leave one of them"),
         ("--warmup_ratio 0.1 --warmup_steps 3", "--warmup_ratio 0.1 and --warmup_steps 3 both set the warm-up"),

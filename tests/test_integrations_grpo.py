@@ -25,6 +25,7 @@ from trainer_numbers import (
     runs,
     shared_folder,
     tokenizer,
+    trained,
 )
 from worlds import spawn
 
@@ -246,23 +247,11 @@ def teacher(vocabulary: int) -> LlamaForCausalLM:
 
 
 def distill(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = dict(case)
-    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
-    batch, family = 4 // data_ranks, case.pop("family", None)
+    case = {"learning_rate": 0.1, "max_completion_length": 12, "generation_kwargs": {"do_sample": False}, **case}
+    case["per_device_eval_batch_size"], family = 4 // data_ranks, case.pop("family", None)
     model = fresh_model() if family is None else fresh_family(family)
-    with shared_folder() as folder:
-        arguments = DistillationConfig(
-            **common(
-                folder, max_completion_length=12, per_device_train_batch_size=batch, **{"learning_rate": 0.1, **case}
-            )
-            | {"generation_kwargs": {"do_sample": False}, "per_device_eval_batch_size": batch}
-        )
-        trainer = kind(
-            model, teacher_model=teacher(model.config.vocab_size), args=arguments, train_dataset=prompts(),
-            eval_dataset=prompts(), processing_class=tokenizer(), peft_config=adapters, **options,
-        )  # fmt: skip
-        found = numbers(trainer)
-    return found
+    options["teacher_model"] = teacher(model.config.vocab_size)
+    return trained(kind, DistillationConfig, case, data_ranks, model, prompts(), len(prompts()), batch=4, **options)
 
 
 def check(

@@ -18,9 +18,9 @@ from trainer_numbers import (
     common,
     documents,
     fresh_model,
-    numbers,
     packed_ids,
     tokenizer,
+    trained,
 )
 from worlds import spawn
 
@@ -127,72 +127,40 @@ def sft(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int
     case = dict(case)
     if case.pop("compile_layers", False) and kind is SequenceParallelSFTTrainer:
         options["compile_layers"] = True
-    collator = case.pop("collate", None)
-    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
+    options["data_collator"] = case.pop("collate", None)
     rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = SFTConfig(**common(folder, **case))
-        arguments.per_device_train_batch_size = 2 // data_ranks
-        trainer = kind(
-            fresh_model(), arguments, train_dataset=rows, eval_dataset=rows.select(range(5)),
-            processing_class=tokenizer(), peft_config=adapters, data_collator=collator, **options,
-        )  # fmt: skip
-        return numbers(trainer)
+    return trained(kind, SFTConfig, case, data_ranks, fresh_model(), rows, **options)
 
 
 def dpo(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = dict(case)
-    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
+    case = {"learning_rate": 0.02, **case}  # a higher rate blows up, and then small differences grow
     rows = Dataset.load_from_disk(case.pop("rows"))
-    with tempfile.TemporaryDirectory() as folder:
-        # A higher rate blows up, and then small differences grow.
-        arguments = DPOConfig(**common(folder, learning_rate=0.02, **case))
-        arguments.per_device_train_batch_size = 2 // data_ranks
-        reference = None if adapters or case.get("precompute_ref_log_probs") else fresh_model()
-        trainer = kind(
-            fresh_model(), args=arguments, train_dataset=rows, eval_dataset=rows.select(range(5)),
-            ref_model=reference, processing_class=tokenizer(), peft_config=adapters, **options,
-        )  # fmt: skip
-        return numbers(trainer)
+    reference = None if case.get("adapters") or case.get("precompute_ref_log_probs") else fresh_model()
+    return trained(kind, DPOConfig, case, data_ranks, fresh_model(), rows, ref_model=reference, **options)
 
 
 def other(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = dict(case)
-    make_config, rows = OTHERS[case.pop("name")][2], Dataset.load_from_disk(case.pop("rows"))
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = make_config(**common(folder, learning_rate=0.02, **case))
-        arguments.per_device_train_batch_size = 2 // data_ranks
-        tokens = tokenizer()
-        tokens.bos_token = "<1>"
-        reference = {"ref_model": fresh_model()} if issubclass(kind, KTOTrainer) else {}
-        trainer = kind(
-            fresh_model(), args=arguments, train_dataset=rows, eval_dataset=rows.select(range(6)),
-            processing_class=tokens, **reference, **options,
-        )  # fmt: skip
-        found = numbers(trainer)
+    case = {"learning_rate": 0.02, **case}
+    config, rows, tokens = OTHERS[case.pop("name")][2], Dataset.load_from_disk(case.pop("rows")), tokenizer()
+    tokens.bos_token = "<1>"
+    if issubclass(kind, KTOTrainer):
+        options["ref_model"] = fresh_model()
+    found = trained(kind, config, case, data_ranks, fresh_model(), rows, 6, processing_class=tokens, **options)
     # ORPO and CPO average logits over padding too, whose attention differs from one process.
     found["history"] = [{k: v for k, v in record.items() if "logits/" not in k} for record in found["history"]]
     return found
 
 
 def reward(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = dict(case)
-    adapters = LoraConfig(**ADAPTERS, modules_to_save=["score"]) if case.pop("adapters", False) else None
+    case = {"learning_rate": 0.02, **case}
     rows, family = Dataset.load_from_disk(case.pop("rows")), case.pop("family", None)
     if case.pop("margins", False):
         rows = rows.add_column("margin", [0.5 * (row % 3) for row in range(len(rows))])
     config = LlamaConfig(**CONFIG.to_dict()) if family is None else tiny_config(family, initializer_range=0.02)
     config.num_labels = 1
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = RewardConfig(**common(folder, learning_rate=0.02, **case))
-        arguments.per_device_train_batch_size = 2 // data_ranks
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(config)
-        trainer = kind(
-            model, args=arguments, train_dataset=rows, eval_dataset=rows.select(range(6)),
-            processing_class=tokenizer(), peft_config=adapters, **options,
-        )  # fmt: skip
-        return numbers(trainer)
+    torch.manual_seed(0)
+    model, adapters = AutoModelForSequenceClassification.from_config(config), {**ADAPTERS, "modules_to_save": ["score"]}
+    return trained(kind, RewardConfig, case, data_ranks, model, rows, 6, adapters=adapters, **options)
 
 
 @pytest.mark.compat("5.16")

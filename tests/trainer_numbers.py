@@ -146,6 +146,23 @@ def assert_equal(got: Numbers, wanted: Numbers) -> None:
         assert np.linalg.norm(got["weights"][name] - weight) <= 1e-5 * np.linalg.norm(weight), name
 
 
+def trained(
+    kind: type[Trainer], config: Any, case: Mapping[str, Any], data_ranks: int, model: Any, rows: Any,
+    evaluated: int = 5, batch: int = 2, adapters: Mapping[str, Any] = ADAPTERS, **options: Any,
+) -> Numbers:  # fmt: skip
+    """Trains a trainer of TRL; the case has settings of its config, and `adapters` to train only these."""
+    from peft import LoraConfig
+
+    case = {"per_device_train_batch_size": batch // data_ranks, **case}
+    lora = LoraConfig(**adapters) if case.pop("adapters", False) else None
+    with shared_folder() as folder:
+        trainer = kind(
+            model, args=config(**common(folder, **case)), train_dataset=rows, peft_config=lora,
+            eval_dataset=rows.select(range(evaluated)), **{"processing_class": tokenizer(), **options},
+        )  # fmt: skip
+        return numbers(trainer)
+
+
 def sizes(world: int) -> list[int]:
     """Returns the sequence parallel sizes to test. Data parallel runs are compared with the unmodified trainer's."""
     return [size for size in range(2, world + 1) if world % size == 0]
