@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from cases import slow_except
 from datasets import Dataset
-from test_integrations_trl import tokenizer
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from trainer_numbers import Numbers, UsesFsdp2, check_equal, common, numbers, shared_folder
+from trainer_numbers import Numbers, UsesFsdp2, check_equal, common, shared_folder, trained
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from worlds import spawn
@@ -364,22 +363,13 @@ def collate(config: PreTrainedConfig, rows: list[dict[str, int]]) -> Batch:
 def train(_rank: int, trainer_class: type[Trainer], kind: str, data_ranks: int, **options: Any) -> Numbers:
     model = model_of(kind)
     rows = Dataset.from_list([{"row": row} for row in range(len(ROWS))])
-    with shared_folder() as folder:
-        settings = {"ddp_find_unused_parameters": kind in HEADS, "remove_unused_columns": False}
-        settings |= {"learning_rate": 1e-2, "prediction_loss_only": True}
-        settings["gradient_checkpointing"] = trainer_class is Recomputing
-        more: dict[str, Any] = {}
-        if issubclass(trainer_class, SFTTrainer):
-            arguments: Any = SFTConfig(**common(folder, **settings), dataset_kwargs={"skip_prepare_dataset": True})
-            more["processing_class"] = tokenizer()
-        else:
-            arguments = TrainingArguments(**common(folder, **settings))
-        arguments.per_device_train_batch_size = 2 // data_ranks
-        trainer = trainer_class(
-            model, arguments, data_collator=partial(collate, copy.deepcopy(model.config)), train_dataset=rows,
-            eval_dataset=rows, **more, **options,
-        )  # fmt: skip
-        return numbers(trainer)
+    case = {"ddp_find_unused_parameters": kind in HEADS, "learning_rate": 1e-2, "prediction_loss_only": True}
+    case |= {"gradient_checkpointing": trainer_class is Recomputing, "remove_unused_columns": False}
+    config: Any = TrainingArguments
+    if issubclass(trainer_class, SFTTrainer):
+        config, case["dataset_kwargs"] = SFTConfig, {"skip_prepare_dataset": True}
+    options["data_collator"] = partial(collate, copy.deepcopy(model.config))
+    return trained(trainer_class, config, case, data_ranks, model, rows, len(rows), **options)
 
 
 @pytest.mark.slow

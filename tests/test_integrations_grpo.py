@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from cases import slow_except
 from trainer_numbers import (
-    ADAPTERS,
     CONFIG,
     Numbers,
     UsesFsdp2,
     assert_equal,
     check_equal,
-    common,
     fresh_model,
+    make_trainer,
     numbers,
     runs,
     shared_folder,
@@ -34,7 +33,6 @@ from benchmarks.tiny_models import tiny_config
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation import vllm_generation
@@ -204,37 +202,25 @@ def prompts() -> Dataset:
 
 
 def run(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = dict(case)
-    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
-    generates, is_grpo = case.pop("generate", False), issubclass(kind, GRPOTrainer)
-    generation = {"generation_kwargs": {"do_sample": False}} if generates or not is_grpo else {}
-    config, function = (GRPOConfig, {} if generates else {"rollout_func": rollouts}) if is_grpo else (RLOOConfig, {})
-    family, replays = case.pop("family", None), case.pop("replay", False)
+    batch = {"per_device_train_batch_size": 8 // data_ranks, "per_device_eval_batch_size": 8 // data_ranks}
+    case = {"num_generations": GENERATIONS, "max_completion_length": 24, "learning_rate": 0.1, **batch, **case}
+    is_grpo, family, replays = issubclass(kind, GRPOTrainer), case.pop("family", None), case.pop("replay", False)
     if case.pop("compile_layers", False) and options:
         options["compile_layers"] = True
-    if replays and options:  # the plain trainer chooses the same experts by itself
-        function = {"rollout_func": rollouts_with_experts}
+    if case.pop("generate", False) or not is_grpo:
+        case["generation_kwargs"] = {"do_sample": False}
+    else:  # the plain trainer chooses the experts of a replay by itself
+        options["rollout_func"] = rollouts_with_experts if replays and options else rollouts
     make = fresh_model if family is None else partial(fresh_family, family)
     with shared_folder() as folder:
         make().save_pretrained(f"{folder}/model")  # of the reference
         dist.barrier()
-        batch = 8 // data_ranks
-        options_of_trainer = {
-            "num_generations": GENERATIONS,
-            "max_completion_length": 24,
-            "learning_rate": 0.1,
-            "per_device_train_batch_size": batch,
-            "per_device_eval_batch_size": batch,
-            **generation,
-            **case,
-        }
-        arguments = config(**common(folder, **options_of_trainer))
         model = make()
         model.config._name_or_path = f"{folder}/model"
-        trainer = kind(
-            model, args=arguments, reward_funcs=rewards, train_dataset=prompts(), eval_dataset=prompts(),
-            processing_class=tokenizer(), peft_config=adapters, **function, **options,
-        )  # fmt: skip
+        config = GRPOConfig if is_grpo else RLOOConfig
+        trainer = make_trainer(
+            kind, config, folder, case, model, prompts(), len(prompts()), reward_funcs=rewards, **options
+        )
         found = numbers(trainer)
     found["logs"] = [list(trainer._logs["completion"]), list(trainer._logs["extra"]["first"])]
     return found
@@ -388,19 +374,13 @@ def small(
         return {**rollouts(prompts, trainer), **(function or {})}
 
     with tempfile.TemporaryDirectory() as folder:
-        arguments = GRPOConfig(
-            **common(
-                folder, num_generations=2, max_completion_length=8, max_steps=1, eval_strategy="no",
-                per_device_train_batch_size=batch,
-            )
-        )  # fmt: skip
+        case = {"num_generations": 2, "max_completion_length": 8, "max_steps": 1, "eval_strategy": "no"}
+        case["per_device_train_batch_size"], data = batch, Dataset.from_list(rows) if rows else prompts()
+        options |= {"reward_funcs": reward, "rollout_func": None if function is None else counted}
         try:
-            trainer = SequenceParallelGRPOTrainer(
-                fresh_model(), args=arguments, reward_funcs=reward,
-                train_dataset=Dataset.from_list(rows) if rows else prompts(), processing_class=tokenizer(),
-                rollout_func=None if function is None else counted, **options,
-            )  # fmt: skip
-            trainer.train()
+            make_trainer(
+                SequenceParallelGRPOTrainer, GRPOConfig, folder, case, fresh_model(), data, 1, **options
+            ).train()
         except (ValueError, RuntimeError) as error:
             return str(error)
     return asked

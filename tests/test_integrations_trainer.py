@@ -28,6 +28,7 @@ from trainer_numbers import (
     common,
     documents,
     fresh_model,
+    make_trainer,
     numbers,
     packed_ids,
     shared_folder,
@@ -109,28 +110,25 @@ TRAINER_CASES: Mapping[str, dict[str, Any]] = {
 QUICK = ("accumulated", "custom", "FSDP2", "adapters", "best", "packed")  # by kind
 
 
+def all_rows() -> Dataset:
+    return Dataset.from_list([{"input_ids": ids} for ids in documents()])
+
+
 def train(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = dict(case)
-    functions = {name: case.pop(name, None) for name in ("compute_loss_func", "compute_metrics")}
+    case = {"per_device_train_batch_size": 2 // data_ranks, **case}
+    options |= {name: case.pop(name, None) for name in ("compute_loss_func", "compute_metrics")}
     evaluates_first = case.pop("evaluate_first", False) and kind is SequenceParallelTrainer  # Trainer has a bug here
     if kind is Trainer:
         case["accelerator_config"] = {"dispatch_batches": False}  # as ours: batches of a stream differ in length
-    rows, collator = Dataset.from_list([{"input_ids": ids} for ids in documents()]), case.pop("collate", collate)
+    options["data_collator"], rows = case.pop("collate", collate), all_rows()
     train_rows = case.pop("train_dataset", rows)
     if case.pop("iterable", False):
         train_rows = rows.to_iterable_dataset(num_shards=2)
     if case.pop("fully_sharded", False) and kind is SequenceParallelTrainer:
         kind = FullyShardedTrainer
-    model = fresh_model()
-    if case.pop("adapters", False):
-        model = get_peft_model(model, LoraConfig(**ADAPTERS))
+    options["eval_dataset"] = rows.select(range(5))
     with shared_folder() as folder:
-        arguments = TrainingArguments(**common(folder, remove_unused_columns=False, **case))
-        arguments.per_device_train_batch_size = 2 // data_ranks
-        trainer = kind(
-            model, arguments, data_collator=collator, train_dataset=train_rows, eval_dataset=rows.select(range(5)),
-            **functions, **options,
-        )  # fmt: skip
+        trainer = make_trainer(kind, TrainingArguments, folder, case, fresh_model(), train_rows, **options)
         if evaluates_first:
             trainer.evaluate()
         return numbers(trainer)
@@ -143,14 +141,8 @@ def test_trainer_equals_one_process(case: str, world: int) -> None:
     check_equal(train, Trainer, SequenceParallelTrainer, TRAINER_CASES[case], world)
 
 
-def trainer_of(kind: type[Trainer], folder: str, model: Any = None, looks: Any = None, **changes: Any) -> Trainer:
-    """Returns a trainer of all documents, which evaluates five of them."""
-    rows, arguments = Dataset.from_list([{"input_ids": ids} for ids in documents()]), common(folder, **changes)
-    arguments["remove_unused_columns"] = False
-    return kind(
-        model or fresh_model(), TrainingArguments(**arguments), data_collator=collate, train_dataset=rows,
-        eval_dataset=rows.select(range(5)), callbacks=looks,
-    )  # fmt: skip
+def trainer_of(kind: type[Trainer], folder: str, model: Any = None, looks: Any = None, **case: Any) -> Any:
+    return make_trainer(kind, TrainingArguments, folder, case, model or fresh_model(), all_rows(), callbacks=looks)
 
 
 def plain_after(rank: int, sequence_parallel: bool) -> Numbers:

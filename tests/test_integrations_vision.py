@@ -9,22 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow_except
-from trainer_numbers import (
-    ADAPTERS,
-    Numbers,
-    UsesFsdp2,
-    check_equal,
-    common,
-    numbers,
-    shared_folder,
-)
+from trainer_numbers import Numbers, UsesFsdp2, check_equal, make_trainer, numbers, shared_folder
 from worlds import spawn
 
 pytest.importorskip("trl")
 pytest.importorskip("PIL")
 
 from datasets import Dataset, Features, Image, List, Value
-from peft import LoraConfig
 from PIL import Image as Images
 from tiny_processors import FAMILIES, model_of, processor_of
 from transformers import PreTrainedTokenizerFast, Trainer
@@ -136,9 +127,8 @@ class ShardedGrpo(Indexed, SequenceParallel, UsesFsdp2, GRPOTrainer): ...
 
 
 def run(_rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = {"family": "qwen2_5_vl", **case}
+    case = {"family": "qwen2_5_vl", "learning_rate": 0.01, "ddp_find_unused_parameters": True, "seed": 3, **case}
     family = case.pop("family")
-    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
     processor: Any = processor_of(family, tokenizer())
     model = model_of(family, processor)
     generates = issubclass(kind, GRPOTrainer | RLOOTrainer)
@@ -146,30 +136,26 @@ def run(_rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: in
         model.save_pretrained(f"{folder}/model")  # of the reference
         dist.barrier()
         model.config._name_or_path = f"{folder}/model"
-        settings: dict[str, Any] = {"learning_rate": 0.01, "ddp_find_unused_parameters": True, "seed": 3}
-        more: dict[str, Any] = {"peft_config": adapters, **options}
         if generates:
             processor.tokenizer.padding_side = case.pop("padding_side", "left")
             columns, batch, config = "prompts", 8, GRPOConfig if issubclass(kind, GRPOTrainer) else RLOOConfig
-            settings |= {"num_generations": 4, "max_completion_length": 12}
-            more["reward_funcs"] = rewards
+            case |= {"num_generations": 4, "max_completion_length": 12}
+            options["reward_funcs"] = rewards
             if case.pop("generate", not issubclass(kind, GRPOTrainer)):
-                settings["generation_kwargs"] = {"do_sample": False}
+                case["generation_kwargs"] = {"do_sample": False}
             else:
-                more["rollout_func"] = rollouts
+                options["rollout_func"] = rollouts
         elif issubclass(kind, DPOTrainer):
             columns, batch, config = "preferences", 2, DPOConfig
         else:
             columns, batch, config = case.pop("columns", "messages"), 2, SFTConfig
-        settings |= {"max_length": None} if not generates else {}
-        settings["per_device_train_batch_size"] = settings["per_device_eval_batch_size"] = batch // data_ranks
+        case |= {"max_length": None} if not generates else {}
+        case["per_device_train_batch_size"] = case["per_device_eval_batch_size"] = batch // data_ranks
         # TRL's generation and other processors need an image in every row.
-        data = rows(columns, least=int("qwen" not in family or "generation_kwargs" in settings))
-        trainer = kind(
-            model, args=config(**common(folder, **settings | case)), train_dataset=data, eval_dataset=data,
-            processing_class=processor, **more,
-        )  # fmt: skip
-        return numbers(trainer)
+        data = rows(columns, least=int("qwen" not in family or "generation_kwargs" in case))
+        return numbers(
+            make_trainer(kind, config, folder, case, model, data, len(data), processing_class=processor, **options)
+        )
 
 
 QUICK: Mapping[str, Any] = {"max_steps": 1, "eval_strategy": "no"}

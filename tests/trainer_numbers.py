@@ -17,7 +17,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)  # fmt: skip
 from worlds import spawn
 
 CONFIG = LlamaConfig(
@@ -146,21 +153,32 @@ def assert_equal(got: Numbers, wanted: Numbers) -> None:
         assert np.linalg.norm(got["weights"][name] - weight) <= 1e-5 * np.linalg.norm(weight), name
 
 
-def trained(
-    kind: type[Trainer], config: Any, case: Mapping[str, Any], data_ranks: int, model: Any, rows: Any,
-    evaluated: int = 5, batch: int = 2, adapters: Mapping[str, Any] = ADAPTERS, **options: Any,
-) -> Numbers:  # fmt: skip
-    """Trains a trainer of TRL; the case has settings of its config, and `adapters` to train only these."""
-    from peft import LoraConfig
+def make_trainer(
+    kind: type[Trainer], config: Any, folder: str, case: Mapping[str, Any], model: Any, rows: Any, evaluated: int = 5,
+    adapters: Mapping[str, Any] = ADAPTERS, **options: Any,
+) -> Any:  # fmt: skip
+    """Makes a trainer. The case has settings of its config, and `adapters` to train only these."""
+    from peft import LoraConfig, get_peft_model
 
-    case = {"per_device_train_batch_size": batch // data_ranks, **case}
+    case = dict(case)
     lora = LoraConfig(**adapters) if case.pop("adapters", False) else None
+    if config is TrainingArguments:
+        model = model if lora is None else get_peft_model(model, lora)
+        case, options = {"remove_unused_columns": False, **case}, {"data_collator": collate, **options}
+    else:
+        options = {"processing_class": tokenizer(), "peft_config": lora, **options}
+    held_out = options.pop("eval_dataset", None) or rows.select(range(evaluated))
+    return kind(model, args=config(**common(folder, **case)), train_dataset=rows, eval_dataset=held_out, **options)
+
+
+def trained(
+    kind: type[Trainer], config: Any, case: Mapping[str, Any], data_ranks: int, *given: Any, batch: int = 2,
+    **options: Any,
+) -> Numbers:  # fmt: skip
+    """Trains a trainer of `make_trainer`, whose ranks share a batch."""
+    case = {"per_device_train_batch_size": batch // data_ranks, **case}
     with shared_folder() as folder:
-        trainer = kind(
-            model, args=config(**common(folder, **case)), train_dataset=rows, peft_config=lora,
-            eval_dataset=rows.select(range(evaluated)), **{"processing_class": tokenizer(), **options},
-        )  # fmt: skip
-        return numbers(trainer)
+        return numbers(make_trainer(kind, config, folder, case, *given, **options))
 
 
 def sizes(world: int) -> list[int]:
