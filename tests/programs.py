@@ -90,3 +90,10 @@ def refusal(main: Callable[[list[str]], int | None], *words: object) -> str:
     end = captured(lambda: main([str(word) for word in words]))
     assert end.status == 2 and not end.out and "error: " in end.err and end.err.count("\n") == 1, end
     return end.err
+
+
+def shown(main: Callable[[list[str]], int | None], *words: object) -> str:
+    """Returns what a command prints that succeeds."""
+    end = captured(lambda: main([str(word) for word in words]))
+    assert end.status == 0, end
+    return end.out

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from analysis_files import record, write_run
 from matplotlib.figure import Figure
-from programs import refusal
+from programs import refusal, shown
 
 from analysis.__main__ import main
 from analysis.curves import figures, loss_figure
@@ -45,24 +45,22 @@ def test_the_program_runs_without_torch(tmp_path: Path) -> None:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_of_one_run_are_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_one_run_are_beside_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert main([str(run)]) == 0
-    assert capsys.readouterr().out.splitlines()[-4:] == [str(run / name) for name in PICTURES]
+    assert shown(main, run).splitlines()[-4:] == [str(run / name) for name in PICTURES]
     assert all((run / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
 
 
 @pytest.mark.parametrize("command", [[], pytest.param(["compare"], marks=pytest.mark.slow)])
 def test_pictures_of_several_runs_are_in_a_folder_of_their_own(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     runs = [make_run(tmp_path / "first"), make_run(tmp_path / "second", gpu=True)]
-    assert main([*command, *map(str, runs)]) == 0
     names = ["compare.png"] if command else PICTURES
-    shown = capsys.readouterr().out.splitlines()[-len(names) :]
+    made = shown(main, *command, *runs).splitlines()[-len(names) :]
     folder = f"outputs/figures/{'-'.join([*(command or ['curves']), 'first', 'second'])}"
-    assert shown == [f"{folder}/{name}" for name in names] and all(Path(name).is_file() for name in shown)
+    assert made == [f"{folder}/{name}" for name in names] and all(Path(name).is_file() for name in made)
     assert not list(runs[0].glob("*.png")) and not list(runs[1].glob("*.png"))
 
 
@@ -170,14 +168,13 @@ def test_medians_leave_the_warm_up_out_and_smoothing_skips_unknown_values() -> N
     assert np.allclose(smooth(np.array([1.0, np.nan, 1.0])), 1.0)
 
 
-def test_tables_have_a_column_for_each_of_up_to_three_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_have_a_column_for_each_of_up_to_three_runs(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "gpu", gpu=True), *(make_run(tmp_path / f"cpu{i}") for i in range(3))]
     output = tmp_path / "new" / "folder"
-    assert main([*map(str, runs), "--output", str(output)]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[-4:] == [str(output / name) for name in PICTURES] and {p.name for p in output.iterdir()} == {*PICTURES}
-    assert not [line for line in shown if line.endswith(" ")]
-    lines = [line.split("  ") for line in shown]
+    out = shown(main, *runs, "--output", output).splitlines()
+    assert out[-4:] == [str(output / name) for name in PICTURES] and {p.name for p in output.iterdir()} == {*PICTURES}
+    assert not [line for line in out if line.endswith(" ")]
+    lines = [line.split("  ") for line in out]
     rows = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     first = {row[0]: row[1:] for row in reversed(rows) if len(row) == 4}
     assert first["steps"] == ["40"] * 3

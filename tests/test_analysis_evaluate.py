@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import refusal
+from programs import refusal, shown
 
 from analysis.__main__ import main
 from analysis.evaluate import needle_figure, perplexity_figure, read
@@ -61,11 +61,10 @@ def test_tables_have_a_row_a_bin_or_a_depth(
     assert not [*loss.glob("*.png"), *needle.glob("*.png")]
 
 
-def test_one_evaluation_is_drawn_where_it_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_evaluation_is_drawn_where_it_lies(tmp_path: Path) -> None:
     loss, broken = write(tmp_path / "books", LOSS, BINS), write(tmp_path / "books2", LOSS, BINS)
     (broken / "evaluation.jsonl").write_text("garbled\n")
-    assert main(["evaluate", str(broken), str(loss)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == str(loss / "perplexity.png")
+    assert shown(main, "evaluate", broken, loss).splitlines()[-1] == str(loss / "perplexity.png")
 
 
 def test_each_bin_is_drawn_at_the_context_it_ends_with(tmp_path: Path) -> None:
@@ -86,10 +85,10 @@ def test_a_map_shows_the_score_of_every_cell(tmp_path: Path) -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0%", "50%"]
 
 
-def test_greedy_answers_have_their_own_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_greedy_answers_have_their_own_words(tmp_path: Path) -> None:
     directory = write(tmp_path / "g", {**NEEDLE, "score": "greedy", "choices": None}, CELLS)
-    assert main(["evaluate", str(directory)]) == 0
-    assert "g: share of texts whose greedy answer is right; 4 texts per cell" in capsys.readouterr().out.splitlines()
+    lines = shown(main, "evaluate", directory).splitlines()
+    assert "g: share of texts whose greedy answer is right; 4 texts per cell" in lines
 
 
 @pytest.mark.parametrize(

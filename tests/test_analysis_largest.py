@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from analysis_files import axes_of, limit, probe, write_lines
-from programs import refusal
+from programs import refusal, shown
 
 from analysis.__main__ import main
 from analysis.largest import BENCHMARK
@@ -19,11 +19,8 @@ def file(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "largest.jsonl", [*records, limit(9_000_000_000, 11_000_000_000, **steps)])
 
 
-def test_the_table_and_the_picture_say_what_fits_and_what_is_too_large(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["largest", str(file)]) == 0
-    out = capsys.readouterr().out
+def test_the_table_and_the_picture_say_what_fits_and_what_is_too_large(file: Path) -> None:
+    out = shown(main, "largest", file)
     assert "| weights only, all dimensions grow " in out and " 71,468,033,280 |       134.0 | 82,426,353,152 |" in out
     assert "| training steps, all dimensions grow, 4K tokens, --remat full |    1 |" in out
     assert "only layers grow, 1 GPU: search unfinished; scale 8 fits in 8.0 GiB per GPU so far." in out
@@ -42,13 +39,10 @@ def test_bars_are_billions_of_parameters_with_whiskers_up_to_the_next_size(file:
     assert axes.figure.get_suptitle().splitlines()[:2] == ["1 × NVIDIA H200", "torch 2.11.0, commit 154d5c1"]
 
 
-def test_a_repeated_search_counts_as_it_ended_last_and_devices_stay_apart(
-    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_repeated_search_counts_as_it_ended_last_and_devices_stay_apart(tmp_path: Path, file: Path) -> None:
     other = limit(10**10, None, hardware={"device": "NVIDIA H100"})
     again = write_lines(tmp_path / "again.jsonl", [limit(7 * 10**10, None), other])
-    assert main(["largest", str(file), str(again), "--output", str(tmp_path / "new")]) == 0
-    h200, h100 = capsys.readouterr().out.split("NVIDIA H100\n")
+    h200, h100 = shown(main, "largest", file, again, "--output", tmp_path / "new").split("NVIDIA H100\n")
     assert "| 70,000,000,000 |" in h200 and "71,468,033,280" not in h200 and "Reasons for not fitting" not in h100
     names = sorted(path.name for path in (tmp_path / "new").iterdir())
     assert names == ["largest-device-NVIDIA-H100.png", "largest-device-NVIDIA-H200.png"]

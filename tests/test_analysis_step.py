@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from analysis_files import axes_of, step_point, write_lines
-from programs import refusal
+from programs import refusal, shown
 
 from analysis.__main__ import main
 from analysis.step import BENCHMARK
@@ -26,11 +26,8 @@ def file(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "step.jsonl", [step_point(*key, measured) for key, measured in RATES.items()])
 
 
-def test_the_table_has_the_fastest_of_every_length_first_and_its_ratio_to_the_plain_step(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["step", str(file)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+def test_the_table_has_the_fastest_of_every_length_first_and_its_ratio_to_the_plain_step(file: Path) -> None:
+    assert shown(main, "step", file).splitlines() == [
         "llama3.2-1b, 16 layers, 4 × NVIDIA H200, bfloat16",
         "",
         "|                       | tokens | tokens/s | ÷ plain |   MFU | peak GiB |",
@@ -65,13 +62,10 @@ def test_bars_stand_by_length_beside_their_memory_and_missing_ones_say_why(file:
     assert {"32K tokens", "128K tokens", "out of memory", "102k"} <= set(words)
 
 
-def test_without_gpus_memory_is_left_out_and_tflops_replace_mfu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_gpus_memory_is_left_out_and_tflops_replace_mfu(tmp_path: Path) -> None:
     changes = {"mfu": None, "peak_memory_allocated_bytes": None, "last_loss": None, "losses_finite": False}
     file = write_lines(tmp_path / "a.jsonl", [step_point("plain", 1024, (500.0, 1.0), **changes)])
-    assert main(["step", str(file)]) == 0
-    out = capsys.readouterr().out
+    out = shown(main, "step", file)
     assert "model TFLOP/s per GPU" in out and "Not finite: losses of plain, 1K. Ignore its numbers." in out
     assert len(axes_of(BENCHMARK, file)) == 1
 
@@ -81,25 +75,20 @@ def test_a_wide_range_is_drawn_on_a_logarithmic_axis(tmp_path: Path) -> None:
     assert axes_of(BENCHMARK, write_lines(tmp_path / "a.jsonl", points))[0].get_xscale() == "log"
 
 
-def test_a_later_record_replaces_an_earlier_one_and_settings_stay_apart(
-    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_later_record_replaces_an_earlier_one_and_settings_stay_apart(tmp_path: Path, file: Path) -> None:
     again = step_point("plain", 32768, (90_000.0, 11.0))
     deeper = step_point("plain", 131072, (47_500.0, 24.3), model="llama3-8b", layers=8)
     other = write_lines(tmp_path / "b.jsonl", [again, deeper])
-    assert main(["step", str(file), str(other), "--output", str(tmp_path / "new")]) == 0
-    out = capsys.readouterr().out
+    out = shown(main, "step", file, other, "--output", tmp_path / "new")
     assert "| plain |   128K |   47,500 |    1.00 |" in out and "|   90,000 |" in out and "|  102,000 |" not in out
     names = sorted(path.name for path in (tmp_path / "new").iterdir())
     assert names == ["step-model-llama3-8b-layers-8.png", "step-model-llama3.2-1b-layers-16.png"]
 
 
-def test_packed_rows_and_adapters_have_tables_of_their_own(
-    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packed_rows_and_adapters_have_tables_of_their_own(tmp_path: Path, file: Path) -> None:
     packed = step_point("lightseq", 32768, (90_000.0, 11.0), packed_rows=8192, lora_rank=16)
-    assert main(["step", str(file), str(write_lines(tmp_path / "b.jsonl", [packed])), "--output", str(tmp_path)]) == 0
-    plain, own = capsys.readouterr().out.split("bfloat16, packed documents of 8K, LoRA of rank 16\n")
+    out = shown(main, "step", file, write_lines(tmp_path / "b.jsonl", [packed]), "--output", tmp_path)
+    plain, own = out.split("bfloat16, packed documents of 8K, LoRA of rank 16\n")
     assert "| 108,000 |" in plain.replace("  ", " ") and "90,000" not in plain
     assert "90,000" in own and "108,000" not in own
 

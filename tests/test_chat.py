@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from byte_level import CHATML, byte_level
-from programs import refusal
+from programs import refusal, shown
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightseq.cli import main
@@ -80,10 +80,10 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
         assert refusal(main, *words) == f"{said}{remedy}\n"
 
 
-def test_generate_takes_a_system_prompt(chat_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_takes_a_system_prompt(chat_model: Path) -> None:
     words = ["--chat", "--system", "be brief", "--prompt", "hello", *GREEDY]
-    assert main(["generate", str(chat_model), *words]) == 0
-    assert capsys.readouterr().out == expected_answers(chat_model, "be brief", [["hello"]])[0] + "\n"
+    answer = expected_answers(chat_model, "be brief", [["hello"]])[0]
+    assert shown(main, "generate", chat_model, *words) == f"{answer}\n"
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import alone, refusal
+from programs import alone, refusal, shown
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightseq.architecture.family import resolve
@@ -48,9 +48,9 @@ def test_a_model_without_a_tokenizer_gets_the_one_of_its_data(tmp_path: Path) ->
     assert isinstance(saved, ByteTokenizer) and saved.fingerprint == ByteTokenizer().fingerprint
 
 
-def test_prompts_are_continued_as_by_transformers(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_are_continued_as_by_transformers(checkpoint: Path) -> None:
     words = ["--prompt", "one", "--prompt", "two", "--max_new_tokens", "8", "--temperature", "0"]
-    assert main(["generate", str(checkpoint), *words]) == 0
+    found = shown(main, "generate", checkpoint, *words)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     expected = ""
     for prompt in ("one", "two"):
@@ -59,14 +59,13 @@ def test_prompts_are_continued_as_by_transformers(checkpoint: Path, capsys: pyte
             max_new_tokens=8, do_sample=False, eos_token_id=[2, 256], pad_token_id=256,
         )  # fmt: skip
         expected += tokenizer.decode(ids[0], skip_special_tokens=True) + "\n"
-    assert capsys.readouterr().out == expected
+    assert found == expected
 
 
-def test_sampling_repeats_with_a_seed(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_repeats_with_a_seed(checkpoint: Path) -> None:
     texts = []
     for seed in ("1", "1", "2"):
-        assert main(["generate", str(checkpoint), "--prompt", "a", "--max_new_tokens", "16", "--seed", seed]) == 0
-        texts.append(capsys.readouterr().out)
+        texts.append(shown(main, "generate", checkpoint, "--prompt", "a", "--max_new_tokens", "16", "--seed", seed))
     assert texts[0] == texts[1] != texts[2]
 
 

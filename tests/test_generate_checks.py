@@ -15,7 +15,7 @@ import pytest
 import torch
 from byte_level import CHATML, byte_level
 from peft import LoraConfig, get_peft_model
-from programs import alone, refusal
+from programs import alone, refusal, shown
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -241,16 +241,16 @@ def test_numbers_that_are_not_finite_are_not_evaluated(plain: Path, tmp_path: Pa
     ids=str,
 )
 def test_an_adapter_of_peft_is_generated_with(
-    asked: dict, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+    asked: dict, plain: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     made = get_peft_model(LlamaForCausalLM.from_pretrained(plain), LoraConfig(r=2, init_lora_weights=False, **asked))
     made.save_pretrained(tmp_path)
     warnings.simplefilter("always")  # until `recwarn` ends
     recwarn.clear()
-    assert main(generated(tmp_path)) == 0
+    found = shown(main, *generated(tmp_path))
     assert not [str(warning.message) for warning in recwarn if issubclass(warning.category, FutureWarning)]
     (ids,) = made.generate(torch.tensor([[2, *encoded("hi")]]), max_new_tokens=4, do_sample=False).tolist()
-    assert capsys.readouterr().out == byte_level().decode(ids) + "\n"
+    assert found == byte_level().decode(ids) + "\n"
 
 
 RESULTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -266,15 +266,11 @@ RESULTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_
     ],
     ids=str,
 )
-def test_valid_settings_for_generation_leave_the_text_as_it_is(
-    asked: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_valid_settings_for_generation_leave_the_text_as_it_is(asked: dict[str, Any], tmp_path: Path) -> None:
     folder = save(llama(), tmp_path, CHATML)
-    assert main(generated(folder)) == 0
-    expected = capsys.readouterr().out
+    expected = shown(main, *generated(folder))
     settings("generation_config.json", **asked)(folder)
-    assert main(generated(folder)) == 0
-    assert capsys.readouterr().out == expected
+    assert shown(main, *generated(folder)) == expected
 
 
 def test_a_class_that_cannot_generate_is_named_with_the_reason(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,13 +297,12 @@ def test_an_unpaired_surrogate_in_a_prompt_is_one_line(plain: Path) -> None:
     ],
 )
 def test_a_model_without_a_part_or_with_another_shape_of_it_is_one_line(
-    kind: str, part: str, change: Any, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, part: str, change: Any, reason: str, tmp_path: Path
 ) -> None:
     config = tiny_config(kind)
     config.vocab_size = 300
     folder = save(model_class(config)._from_config(config), tmp_path)
-    assert main(generated(folder)) == 0, capsys.readouterr().err
-    capsys.readouterr()
+    assert shown(main, *generated(folder))
 
     def alter(tensors: dict[str, torch.Tensor]) -> None:
         name = next(name for name in sorted(tensors) if part in name)
