@@ -156,38 +156,27 @@ def test_texts_that_are_tokenised_on_access_make_short_batches_on_all_ranks(file
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def first_lengths(rank: int, files: Path) -> list[list[int]]:
-    write_rows(files / "full.pkl", (LENGTH + 1,) * 4)
-    full = f"--data_path {files}/full.pkl --max_steps 2"
-    return [trained(rank, files, output, flags, pads=False).lengths for output, flags in
-            (("short", "--max_steps 1 --seed 1"), ("full", full))]  # fmt: skip
+def lengths_of(rank: int, files: Path, sizes: tuple[int, ...], runs: list[str]) -> list[list[int]]:
+    """Lengths of the batches of each run on rows of these sizes."""
+    write_rows(files / "data.pkl", sizes)
+    return [trained(rank, files, f"{len(sizes)}-{i}", flags, pads=False).lengths for i, flags in enumerate(runs)]
 
 
 def test_the_longest_batch_is_tried_before_the_first_step_where_that_is_short(files: Path) -> None:
-    short, full = spawn(1, first_lengths, files)[0]
-    assert short[0] == LENGTH > short[1] and len(short) == 2, "once, and of no use where a step is as long"
-    assert full == [LENGTH, LENGTH]
-
-
-def lengths_of_short_rows(rank: int, files: Path) -> list[int]:
-    write_rows(files / "short.pkl", (9, 30, 17))
-    return trained(rank, files, "short", f"--data_path {files}/short.pkl --max_steps 3", pads=False).lengths
+    ((short,),) = spawn(1, lengths_of, files, SIZES, ["--max_steps 1 --seed 1"])
+    assert short[0] == LENGTH > short[1] and len(short) == 2, "once"
+    assert spawn(1, lengths_of, files, (LENGTH + 1,) * 4, ["--max_steps 2"]) == [[[LENGTH, LENGTH]]], "of no use"
 
 
 def test_no_longer_batch_is_tried_than_the_data_has(files: Path) -> None:
-    (lengths,) = spawn(1, lengths_of_short_rows, files)
+    ((lengths,),) = spawn(1, lengths_of, files, (9, 30, 17), ["--max_steps 3"])
     assert 30 <= max(lengths) < LENGTH
-
-
-def accumulated_lengths(rank: int, files: Path) -> list[list[int]]:
-    write_rows(files / "mixed.pkl", (9, LENGTH + 1))
-    mixed = f"--data_path {files}/mixed.pkl --gradient_accumulation_steps 2 --max_steps 1"
-    return [trained(rank, files, f"seed-{seed}", f"{mixed} --seed {seed}", pads=False).lengths for seed in range(5)]
 
 
 @pytest.mark.slow
 def test_the_longest_batch_is_tried_before_a_shorter_one_of_its_step(files: Path) -> None:
-    found = spawn(1, accumulated_lengths, files)[0]
+    runs = [f"--gradient_accumulation_steps 2 --max_steps 1 --seed {seed}" for seed in range(5)]
+    (found,) = spawn(1, lengths_of, files, (9, LENGTH + 1), runs)
     assert {len(lengths) for lengths in found} == {2, 3}, "in both orders"
     assert all(lengths[0] == LENGTH for lengths in found)
 
