@@ -244,13 +244,15 @@ def test_routers_that_a_model_keeps_in_float32_compute_and_train_in_it() -> None
 
 
 @pytest.mark.parametrize(
-    ("model_type", "size", "line"),
-    [("qwen3_moe", 3, "3 does not divide the 4 experts of Qwen3MoeForCausalLM"), ("llama", 2, "ForCausalLM has no")],
+    ("model_type", "flag", "line"),
+    [
+        ("llama", "--expert_parallel_size", "ForCausalLM has no"),
+        ("qwen3_moe", "--layers_per_checkpoint", "--layers_per_checkpoint 2 does not work with experts"),
+    ],
 )
-def test_expert_parallel_sizes_that_do_not_fit_are_refused(model_type: str, size: int, line: str) -> None:
-    config = parse([*NEEDED, "--expert_parallel_size", str(size)], "")
+def test_flags_that_do_not_fit_the_layers_are_refused(model_type: str, flag: str, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        check_layers(config, inspect_architecture(tiny_config(model_type)))
+        check_layers(parse([*NEEDED, flag, "2"], ""), inspect_architecture(tiny_config(model_type)))
 
 
 @pytest.mark.parametrize(
@@ -287,12 +289,6 @@ def test_deepspeed_is_refused_where_a_router_stays_in_float32(tmp_path: Path) ->
     check_layers(parse(flags, ""), architecture)  # all weights are in float32
     with pytest.raises(ValueError, match=r"computes all weights in bfloat16, but Glm4MoeForCausalLM keeps .*gate.we"):
         check_layers(parse([*flags, "--bf16"], ""), architecture)
-
-
-def test_groups_of_layers_with_experts_are_refused() -> None:
-    architecture = inspect_architecture(tiny_config("qwen3_moe"))
-    with pytest.raises(ValueError, match="--layers_per_checkpoint 2 does not work with experts"):
-        check_layers(parse([*NEEDED, "--layers_per_checkpoint", "2"], ""), architecture)
 
 
 @pytest.mark.parametrize(("model_type", "noise"), [("phimoe", {}), ("mixtral", {"router_jitter_noise": 0.1})])
