@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 import small
 import torch
-import torch.distributed as dist
 from programs import program
+from test_preferences import make_trainer
 from worlds import spawn
 
-import llama3
-from lightseq.config.command_line import parse
 from lightseq.data.batches import MAX_BUCKETS, bucket_lengths
-from lightseq.distributed.world import World
-from lightseq.training.build import build_engine
-from lightseq.training.inputs import prepare
 from lightseq.training.loop import TrainingLoop
 from lightseq.training.metrics import MetricsFile, read_records
 from lightseq.training.trainer import Trainer
@@ -48,17 +43,14 @@ class Run(NamedTuple):
     eval_losses: list[float]
 
 
-def make_trainer(rank: int, files: Path, output: str, flags: str) -> Trainer:
+def trainer_of(rank: int, files: Path, output: str, flags: str) -> Trainer:
     words = f"{small.words(files, output)} --model_max_length {LENGTH} --save_strategy no {flags}"
-    config, size = parse(words.split(), "test"), dist.get_world_size()
-    world = World(rank, size, rank, size, torch.device("cpu"))
-    inputs = prepare(config, llama3.FAMILY, world)
-    return Trainer(config, inputs, world, build_engine(config, inputs, world))
+    return make_trainer(rank, words)
 
 
 def trained(rank: int, files: Path, output: str, flags: str, pads: bool) -> Run:
     """A run on the ranks of a test; with `pads` every batch is as long as the longest may be."""
-    trainer = make_trainer(rank, files, output, flags)
+    trainer = trainer_of(rank, files, output, flags)
     if pads:
         trainer.batch_lengths = trainer.batch_lengths[-1:]
     lengths: list[int] = []
@@ -237,7 +229,7 @@ def graphs(rank: int, files: Path) -> tuple[int, list[int]]:
     with pytest.MonkeyPatch.context() as patch:  # the compiler's own code is torch's to test, and takes minutes to make
         patch.setattr(torch, "compile", lambda f, dynamic, **_: TORCH_COMPILE(f, dynamic=dynamic, backend="aot_eager"))
         evaluates = f"--eval_data_path {files}/data.pkl --eval_strategy epoch"
-        trainer = make_trainer(rank, files, "compiled", f"--num_train_epochs 2 --torch_compile True {evaluates}")
+        trainer = trainer_of(rank, files, "compiled", f"--num_train_epochs 2 --torch_compile True {evaluates}")
         for epoch in range(2):
             for step in range(len(SIZES)):
                 lengths.add(trainer.step(epoch * len(SIZES) + step).positions)
