@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+
 GIB = 2**30
 CONFIG: dict[str, Any] = {
     "model_name_or_path": "tiny-llama3", "data_path": "data/zipf", "output_dir": "", "model_max_length": 4096,
@@ -126,9 +128,13 @@ def probe(scale: int, fits: bool, **changes: Any) -> dict[str, Any]:
 
 def limit(parameters: int, above: int | None, **changes: Any) -> dict[str, Any]:
     found = {"benchmark": "largest", "largest": 21, "parameters": parameters, "peak_bytes": 134 * 2**30}
-    end = {
-        "too_large": 22 if above else None,
-        "too_many_parameters": above,
-        "reason": "out of memory" if above else None,
-    }
-    return SEARCH | found | end | changes
+    too_large, reason = (22, "out of memory") if above else (None, None)
+    return SEARCH | found | {"too_large": too_large, "too_many_parameters": above, "reason": reason} | changes
+
+
+def axes_of(benchmark: Any, file: Path) -> list[Axes]:
+    """Returns the axes of the one picture that a benchmark draws of a file."""
+    (table,) = benchmark.group(benchmark.read(file, []))
+    picture = table.figure()
+    assert picture is not None
+    return picture.axes  # type: ignore[no-any-return]

@@ -17,20 +17,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("dev/*.m
 GUIDES = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs", ROOT / "examples")]
 # Programs of others, and words of the shell. What they start may be ours: `podman run lightseq launch/local.sh ...`.
 OTHERS = (
-    "pip",
-    "podman",
-    "enroot",
-    "sky",
-    "sbatch",
-    "envsubst",
-    "source",
-    "export",
-    "printf",
-    "for",
-    "done",
-    "vllm",
+    "pip", "podman", "enroot", "sky", "sbatch", "envsubst", "source", "export", "printf", "for", "done", "vllm",
     "axolotl",
-)
+)  # fmt: skip
 LAUNCHER = re.compile(r"launch/(\w+\.sh|slurm/\w+\.sbatch)")
 NOWHERE = ("--data_path", "nowhere", "--output_dir", "nowhere")
 MADE_UP = ("--model_name_or_path", "nowhere", *NOWHERE)  # stand for flags that a command takes from elsewhere

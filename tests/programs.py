@@ -83,3 +83,17 @@ def captured(main: Callable[[], int | None]) -> Ended:
         except SystemExit as end:
             status = end.code  # type: ignore[assignment]
     return Ended(int(status or 0), out.getvalue(), err.getvalue())
+
+
+def refusal(main: Callable[[list[str]], int | None], *words: object) -> str:
+    """Returns the one line with which a command refuses its words."""
+    end = captured(lambda: main([str(word) for word in words]))
+    assert end.status == 2 and not end.out and "error: " in end.err and end.err.count("\n") == 1, end
+    return end.err
+
+
+def shown(main: Callable[[list[str]], int | None], *words: object) -> str:
+    """Returns what a command prints that succeeds."""
+    end = captured(lambda: main([str(word) for word in words]))
+    assert end.status == 0, end
+    return end.out

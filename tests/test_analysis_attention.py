@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from analysis_files import attention_point, write_lines
-from matplotlib.axes import Axes
+from analysis_files import attention_point, axes_of, write_lines
 from matplotlib.colors import to_hex
+from programs import refusal, shown
 
 from analysis.__main__ import main
 from analysis.attention import BENCHMARK
@@ -36,23 +36,8 @@ def file(tmp_path: Path) -> Path:
     return write(tmp_path / "a.jsonl", POINTS)
 
 
-def axes_of(file: Path) -> Axes:
-    (table,) = BENCHMARK.group(BENCHMARK.read(file, []))
-    picture = table.figure()
-    assert picture is not None
-    (axes,) = picture.axes
-    return axes
-
-
-def printed(capsys: pytest.CaptureFixture[str], *words: str | Path) -> list[str]:
-    assert main(["attention", *map(str, words)]) == 0
-    return capsys.readouterr().out.splitlines()
-
-
-def test_the_ceiling_is_first_and_then_the_fastest_at_the_longest_length(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert printed(capsys, file) == [
+def test_the_ceiling_is_first_and_then_the_fastest_at_the_longest_length(file: Path) -> None:
+    assert shown(main, "attention", file).splitlines() == [
         "4 × NVIDIA H200, 32/8 heads of 128, bfloat16",
         "",
         "| TFLOP/s per GPU | 16K | 128K |",
@@ -71,7 +56,7 @@ def test_the_ceiling_is_first_and_then_the_fastest_at_the_longest_length(
 
 
 def test_the_picture_has_a_line_per_implementation_and_a_dashed_ceiling(file: Path) -> None:
-    axes = axes_of(file)
+    (axes,) = axes_of(BENCHMARK, file)
     drawn = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
     assert list(drawn) == ["one GPU, fa4", "lightseq prefix", "ulysses-fa4", "lightseq ring"]
     assert [label for label, line in drawn.items() if line.get_linestyle() == "--"] == ["one GPU, fa4"]
@@ -86,23 +71,25 @@ def test_the_picture_has_a_line_per_implementation_and_a_dashed_ceiling(file: Pa
 
 
 def test_one_length_is_a_bar_per_implementation_with_the_ceiling_through_all(tmp_path: Path) -> None:
-    axes = axes_of(write(tmp_path / "one.jsonl", [point for point in POINTS if point["length"] == LENGTHS[1]]))
+    (axes,) = axes_of(
+        BENCHMARK, write(tmp_path / "one.jsonl", [point for point in POINTS if point["length"] == LENGTHS[1]])
+    )
     assert [label.get_text() for label in axes.get_yticklabels()] == ["one GPU, fa4", "lightseq prefix", "ulysses-fa4"]
     assert [bar.get_width() for bar in axes.patches] == [595.0, 600.0, 590.0]
     dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
     assert [list(line.get_xdata()) for line in dashed] == [[595.0, 595.0]]
 
 
-def test_every_setting_has_its_own_table_and_the_ceiling_is_in_all(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_setting_has_its_own_table_and_the_ceiling_is_in_all(tmp_path: Path) -> None:
     more = [
         attention_point("lightseq", "prefix", 16384, 470.0, world=2),
         attention_point("lightseq", "prefix", 16384, 450.0, kv_heads=32),
         attention_point("lightseq", "prefix", 16384, 440.0, documents="lognormal:0"),
         attention_point("lightseq", "prefix", 16384, 300.0, window=4096),
     ]
-    lines = printed(capsys, write(tmp_path / "a.jsonl", [*POINTS, *more]), "--output", tmp_path / "new")
+    lines = shown(
+        main, "attention", write(tmp_path / "a.jsonl", [*POINTS, *more]), "--output", tmp_path / "new"
+    ).splitlines()
     assert [line for line in lines if "NVIDIA H200" in line] == [
         "2 × NVIDIA H200, 32/8 heads of 128, bfloat16",
         "4 × NVIDIA H200, 32/8 heads of 128, bfloat16",
@@ -116,19 +103,19 @@ def test_every_setting_has_its_own_table_and_the_ceiling_is_in_all(
 
 
 def test_later_files_replace_points_and_several_are_drawn_into_a_shared_folder(
-    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     again = write(tmp_path / "b.jsonl", [attention_point("lightseq", "ring", LENGTHS[1], 333.0)])
-    lines = printed(capsys, file, again)
+    lines = shown(main, "attention", file, again).splitlines()
     assert "| lightseq ring   | 240 |  333 |" in lines and lines[-1] == "outputs/figures/attention-a-b/attention.png"
     assert list(tmp_path.rglob("*.png")) == [tmp_path / lines[-1]]
 
 
-def test_kernels_and_transports_are_named_if_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_and_transports_are_named_if_they_differ(tmp_path: Path) -> None:
     ways = (480.0, "fa4", "symmetric"), (400.0, "cudnn", "symmetric"), (440.0, "fa4", "nccl")
     both = [attention_point("lightseq", "prefix", 16384, rate, kernel=k, transport=t) for rate, k, t in ways]
-    lines = printed(capsys, write(tmp_path / "a.jsonl", both))
+    lines = shown(main, "attention", write(tmp_path / "a.jsonl", both)).splitlines()
     assert [line.split("|")[1].strip() for line in lines if line.startswith("| light")] == [
         "lightseq prefix, fa4, symmetric",
         "lightseq prefix, fa4, nccl",
@@ -154,18 +141,14 @@ def test_unreadable_lines_and_files_are_noted_and_the_others_are_drawn(
     ("content", "message"),
     [
         (json.dumps(HEADER), "no measurements"),
-        ('{"length": 1\n{"length": 2}\n', "line 1 is not JSON"),
         ("[1]\n", "line 1 is not a record"),
         ('{"step": 1, "loss": 2.0}\n', "line 1 has no 'heads'"),
         (json.dumps({key: POINTS[0][key] for key in POINTS[0] if "seconds" not in key}), "without --check"),
         (None, "a.jsonl does not exist"),
     ],
 )
-def test_other_files_are_one_line_and_exit_2(
-    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_files_are_one_line_and_exit_2(content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "a.jsonl").write_text(content)
-    assert main(["attention", str(tmp_path / "a.jsonl")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(main, "attention", tmp_path / "a.jsonl")
     assert line.startswith("analysis: error: ") and message in line

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from analysis_files import record, write_run
 from matplotlib.figure import Figure
+from programs import refusal, shown
 
-from analysis.__main__ import COMMANDS, main
+from analysis.__main__ import main
 from analysis.curves import figures, loss_figure
 from analysis.drawing import plain_ticks, save, spread
 from analysis.runs import Run, describe, labels, median, read_run, read_runs, smooth, warmup_records
@@ -34,21 +35,6 @@ def runs_of(*directories: Path) -> list[Run]:
     return read_runs(directories, [])
 
 
-def test_help_names_every_command_on_a_line_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    for words in ([], *([name] for name in COMMANDS)):
-        with pytest.raises(SystemExit) as end:
-            main([*words, "--help"])
-        shown = capsys.readouterr().out
-        assert end.value.code == 0 and shown.startswith("usage: python3 -m analysis " + " ".join(words))
-        if not words:
-            lines = shown.splitlines()
-            assert max(map(len, lines)) <= 80
-            assert [line.split()[0] for line in lines[-len(COMMANDS) :]] == list(COMMANDS)
-
-
 def test_the_program_runs_without_torch(tmp_path: Path) -> None:
     code = "import sys, analysis.__main__ as a; sys.exit(a.main(sys.argv[1:]) or ('torch' in sys.modules))"
     words = [sys.executable, "-c", code, str(make_run(tmp_path / "run", steps=2))]
@@ -59,24 +45,22 @@ def test_the_program_runs_without_torch(tmp_path: Path) -> None:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_of_one_run_are_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_of_one_run_are_beside_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert main([str(run)]) == 0
-    assert capsys.readouterr().out.splitlines()[-4:] == [str(run / name) for name in PICTURES]
+    assert shown(main, run).splitlines()[-4:] == [str(run / name) for name in PICTURES]
     assert all((run / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
 
 
 @pytest.mark.parametrize("command", [[], pytest.param(["compare"], marks=pytest.mark.slow)])
 def test_pictures_of_several_runs_are_in_a_folder_of_their_own(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     runs = [make_run(tmp_path / "first"), make_run(tmp_path / "second", gpu=True)]
-    assert main([*command, *map(str, runs)]) == 0
     names = ["compare.png"] if command else PICTURES
-    shown = capsys.readouterr().out.splitlines()[-len(names) :]
+    made = shown(main, *command, *runs).splitlines()[-len(names) :]
     folder = f"outputs/figures/{'-'.join([*(command or ['curves']), 'first', 'second'])}"
-    assert shown == [f"{folder}/{name}" for name in names] and all(Path(name).is_file() for name in shown)
+    assert made == [f"{folder}/{name}" for name in names] and all(Path(name).is_file() for name in made)
     assert not list(runs[0].glob("*.png")) and not list(runs[1].glob("*.png"))
 
 
@@ -93,37 +77,21 @@ def test_pictures_of_several_runs_are_in_a_folder_of_their_own(
         ('{"step": 1, "loss": "low"}\n', "line 1 has 'low' for \"loss\""),
     ],
 )
-def test_unreadable_metrics_are_one_line_and_exit_2(
-    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_metrics_are_one_line_and_exit_2(content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    assert main([str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(main, tmp_path)
     assert line.startswith("analysis: error: ") and message in line
 
 
-def test_an_output_that_is_a_file_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run")
-    assert main([str(run), "--output", str(run / "metrics.jsonl")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
 @pytest.mark.usefixtures("undrawn")
-def test_a_broken_run_json_is_refused_and_a_missing_one_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_as_output_a_run_given_twice_and_a_broken_run_json_are_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert main([str(run)]) == 0
+    assert main([str(run)]) == 0, "a missing run.json is no fault"
+    assert refusal(main, run, "--output", run / "metrics.jsonl")
+    assert "is given twice; give each run once" in refusal(main, run, f"{run}/../run")
     (run / "run.json").write_text("{")
-    assert main([str(run)]) == 2
-    assert "run.json is not JSON" in capsys.readouterr().err
-
-
-def test_a_run_given_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run")
-    assert main([str(run), f"{run}/../run"]) == 2
-    assert "is given twice" in capsys.readouterr().err
+    assert "run.json is not JSON" in refusal(main, run)
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -164,8 +132,7 @@ def test_a_run_that_cannot_be_read_is_noted_and_the_others_are_drawn(
     assert [line.split(": ")[2] for line in err.splitlines()] == ["left out", "left out"]
     assert "broken/metrics.jsonl line 1 is not JSON" in err and "started/metrics.jsonl is empty" in err
     assert str(whole / "loss.png") in out
-    assert main([str(broken), str(started)]) == 2
-    assert capsys.readouterr().err.endswith("(and 1 more like it)\n")
+    assert refusal(main, broken, started).endswith("(and 1 more like it)\n")
 
 
 def test_steps_repeated_after_a_resume_count_once(tmp_path: Path) -> None:
@@ -191,27 +158,23 @@ def test_a_choice_that_the_run_made_counts_before_the_flag(tmp_path: Path) -> No
     assert describe([read_run(tmp_path, "run").info]) == "1 rank"
 
 
-def test_medians_leave_the_warm_up_out() -> None:
+def test_medians_leave_the_warm_up_out_and_smoothing_skips_unknown_values() -> None:
     assert [warmup_records(count) for count in (1, 2, 10, 40, 1000)] == [0, 1, 1, 4, 10]
     assert median(np.array([30.0, 1.0, 3.0])) == 2.0
     assert median(np.array([30.0])) == 30.0
     assert np.isnan(median(np.array([np.nan])))
-
-
-def test_smoothing_keeps_a_straight_line_and_skips_unknown_values() -> None:
     line = np.arange(100.0)
     assert np.allclose(smooth(line)[5:-5], line[5:-5])
     assert np.allclose(smooth(np.array([1.0, np.nan, 1.0])), 1.0)
 
 
-def test_tables_have_a_column_for_each_of_up_to_three_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_have_a_column_for_each_of_up_to_three_runs(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "gpu", gpu=True), *(make_run(tmp_path / f"cpu{i}") for i in range(3))]
     output = tmp_path / "new" / "folder"
-    assert main([*map(str, runs), "--output", str(output)]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[-4:] == [str(output / name) for name in PICTURES] and {p.name for p in output.iterdir()} == {*PICTURES}
-    assert not [line for line in shown if line.endswith(" ")]
-    lines = [line.split("  ") for line in shown]
+    out = shown(main, *runs, "--output", output).splitlines()
+    assert out[-4:] == [str(output / name) for name in PICTURES] and {p.name for p in output.iterdir()} == {*PICTURES}
+    assert not [line for line in out if line.endswith(" ")]
+    lines = [line.split("  ") for line in out]
     rows = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     first = {row[0]: row[1:] for row in reversed(rows) if len(row) == 4}
     assert first["steps"] == ["40"] * 3

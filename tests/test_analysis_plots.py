@@ -311,16 +311,12 @@ def test_runs_that_asked_for_auto_have_a_line_of_their_own(tmp_path: Path) -> No
         for length in LENGTHS:
             info = about(config={"model_max_length": length, "schedule": asked}, total_steps=12)
             taken = "zigzag" if asked == "auto" else asked
-            write_run(
-                tmp_path / "runs" / f"{asked}-{length}",
-                [record(step) for step in range(1, 13)],
-                {**info, "schedule": taken},
-            )
+            records = [record(step) for step in range(1, 13)]
+            write_run(tmp_path / "runs" / f"{asked}-{length}", records, {**info, "schedule": taken})
     spec = "{metric: speed, x: length, series: [schedule, kernel]}"
     assert sorted(names_of(draw(tmp_path, spec))) == ["schedule auto", "schedule prefix", "schedule zigzag"]
-    shutil.rmtree(tmp_path / "runs" / "zigzag-4096")
-    shutil.rmtree(tmp_path / "runs" / "zigzag-8192")
-    shutil.rmtree(tmp_path / "runs" / "zigzag-65536")
+    for length in LENGTHS:
+        shutil.rmtree(tmp_path / "runs" / f"zigzag-{length}")
     assert sorted(names_of(draw(tmp_path, spec))) == ["schedule auto", "schedule prefix"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from analysis_files import copy, event, two_steps
+from programs import refusal, shown
 
 from analysis.__main__ import main
 
@@ -19,33 +20,27 @@ def write(directory: Path, events: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_the_table_accounts_for_the_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_accounts_for_the_time(tmp_path: Path) -> None:
     trace = write(tmp_path, two_steps())
-    assert main(["profile", str(trace)]) == 0
-    out = capsys.readouterr().out
+    out = shown(main, "profile", trace)
     assert "9.0 ms per step, mean of 2" in out
     row = next(line.split() for line in out.splitlines() if "collectives" in line)
     assert row == ["collectives", "2.0", "0.0", "2.0", "22.2", "1.0"]
 
 
-def test_peak_memory_is_shown_by_purpose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peak_memory_is_shown_by_purpose(tmp_path: Path) -> None:
     path, gib = write(tmp_path, two_steps()), 2**30
-    memory = {
-        "parts": {"optimizer": 2 * gib, "stored_activations": 5 * gib},
-        "peak": 7 * gib,
-        "own": 8 * gib,
-        "all": 9 * gib,
-    }
+    parts = {"optimizer": 2 * gib, "stored_activations": 5 * gib}
+    memory = {"parts": parts, "peak": 7 * gib, "own": 8 * gib, "all": 9 * gib}
     path.with_name("summary-rank0.json").write_text(json.dumps({"memory": memory}))
-    assert main(["profile", str(tmp_path)]) == 0
-    said = capsys.readouterr().out.partition("GPU memory, GiB")[2]
+    said = shown(main, "profile", tmp_path).partition("GPU memory, GiB")[2]
     assert re.findall(r"([a-z][a-z ]+[a-z])  +(\d\.\d\d)", said) == [
         ("stored activations", "5.00"), ("optimizer", "2.00"), ("peak of tensors", "7.00"),
         ("held by this process", "8.00"), ("held by all processes", "9.00"),
     ]  # fmt: skip
 
 
-def test_a_trace_of_a_cpu_is_told_by_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_a_cpu_is_told_by_phase(tmp_path: Path) -> None:
     """Each step: 6 ms of forward, 4 ms of update; what gloo notes does not count."""
     events = []
     for i, begin in enumerate((0.0, 20.0)):
@@ -57,8 +52,7 @@ def test_a_trace_of_a_cpu_is_told_by_phase(tmp_path: Path, capsys: pytest.Captur
             event("update", begin + 6, 4, "user_annotation"),
         ]
     write(tmp_path, [{"tid": 1, **each} for each in events])
-    assert main(["profile", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = shown(main, "profile", tmp_path)
     assert "11.0 ms per step, mean of 2" in out and "hidden" not in out
     assert ["host", "6.0", "4.0", "10.0", "90.9"] in [s.split() for s in out.splitlines()]
 
@@ -71,16 +65,12 @@ def test_a_trace_of_a_cpu_is_told_by_phase(tmp_path: Path, capsys: pytest.Captur
         (lambda d: write(d, two_steps()).write_bytes(b"\x1f\x8bcut"), "is not a complete trace"),
     ],
 )
-def test_a_trace_that_cannot_be_used_is_one_clear_line(
-    make: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_that_cannot_be_used_is_one_clear_line(make: Any, words: str, tmp_path: Path) -> None:
     make(tmp_path)
-    assert main(["profile", str(tmp_path)]) == 2
-    assert words in capsys.readouterr().err
+    assert words in refusal(main, "profile", tmp_path)
 
 
-def test_large_movements_have_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_movements_have_rates(tmp_path: Path) -> None:
     write(tmp_path, [*two_steps(), *[copy("PtoP", 400 * 2**20, 1.0), copy("HtoD", 64, 1.0)] * 2])
-    assert main(["profile", str(tmp_path)]) == 0
-    large, small = [line.split() for line in capsys.readouterr().out.splitlines() if "copies" in line]
+    large, small = [line.split() for line in shown(main, "profile", tmp_path).splitlines() if "copies" in line]
     assert large[-5:] == ["1", "400", "400", "419", "419"] and small[-3:] == ["1", "0.00", "0.00"]

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from analysis_files import about, attention_point, limit, record, step_point, write_lines, write_run
 from cases import slow_except
+from programs import refusal
 
 from analysis.__main__ import main
 
@@ -212,10 +213,9 @@ def test_the_page_asks_for_nothing_from_anywhere(page: Page) -> None:
 
 
 @pytest.mark.slow
-def test_another_page_is_not_replaced(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_page_is_not_replaced(results: Path) -> None:
     (results / "report.html").write_text("<title>My own</title>")
-    assert main(["report", str(results)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal(main, "report", results)
     assert "report.html exists and was not written by analysis report; give another" in line
     assert (results / "report.html").read_text() == "<title>My own</title>"
     for _ in range(2):
@@ -236,11 +236,8 @@ def test_unreadable_files_are_named_and_the_others_are_shown(results: Path, caps
     assert len(notes) == 4 and all(note.startswith("analysis: note: not shown: ") for note in notes)
     assert f"{results / 'died'} has a run.json but no metrics.jsonl; the run has logged no step" in err
     assert "not shown: 2 other files, listed on the page; it shows runs, sweeps, " in notes[-1]
-    assert (
-        "bench/another.jsonl is another kind of file" in page.text
-        and page.titles[-1] == "Not shown"
-        and "bench/torn.jsonl line 1 has no" in page.text
-    )
+    assert page.titles[-1] == "Not shown" and "bench/another.jsonl is another kind of file" in page.text
+    assert "bench/torn.jsonl line 1 has no" in page.text
     assert "2 training runs" in out, "neither a checkpoint's nor a hidden one"
 
 
@@ -266,13 +263,9 @@ def test_missing_facts_are_said_in_words(tmp_path: Path) -> None:
     assert rows["away"] == "done; run not found below this directory" and rows["broken"] == "failed"
 
 
-def test_a_directory_with_nothing_to_show_is_one_line_and_exit_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert main(["report", str(tmp_path / "nowhere")]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and "nothing to show" in lines[0] and "is not a directory" in lines[1]
+def test_a_directory_with_nothing_to_show_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    assert "nothing to show" in refusal(main, "report", tmp_path)
+    assert "is not a directory" in refusal(main, "report", tmp_path / "nowhere")
     assert not (tmp_path / "report.html").exists()
 
 

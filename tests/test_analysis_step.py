@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from analysis_files import step_point, write_lines
-from matplotlib.axes import Axes
+from analysis_files import axes_of, step_point, write_lines
+from programs import refusal, shown
 
 from analysis.__main__ import main
 from analysis.step import BENCHMARK
@@ -26,18 +26,8 @@ def file(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "step.jsonl", [step_point(*key, measured) for key, measured in RATES.items()])
 
 
-def axes_of(file: Path) -> list[Axes]:
-    (table,) = BENCHMARK.group(BENCHMARK.read(file, []))
-    picture = table.figure()
-    assert picture is not None
-    return picture.axes
-
-
-def test_the_table_has_the_fastest_of_every_length_first_and_its_ratio_to_the_plain_step(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["step", str(file)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+def test_the_table_has_the_fastest_of_every_length_first_and_its_ratio_to_the_plain_step(file: Path) -> None:
+    assert shown(main, "step", file).splitlines() == [
         "llama3.2-1b, 16 layers, 4 × NVIDIA H200, bfloat16",
         "",
         "|                       | tokens | tokens/s | ÷ plain |   MFU | peak GiB |",
@@ -60,7 +50,7 @@ def test_the_table_has_the_fastest_of_every_length_first_and_its_ratio_to_the_pl
 
 
 def test_bars_stand_by_length_beside_their_memory_and_missing_ones_say_why(file: Path) -> None:
-    throughput, memory = axes_of(file)
+    throughput, memory = axes_of(BENCHMARK, file)
     names = ["lightseq (remat none)", "lightseq", "plain", "deepspeed", "lightseq", "plain", "lightseq (remat none)"]
     assert [tick.get_text() for tick in throughput.get_yticklabels()] == names, "the fastest first"
     measured = [numbers for numbers in RATES.values() if numbers]
@@ -72,41 +62,33 @@ def test_bars_stand_by_length_beside_their_memory_and_missing_ones_say_why(file:
     assert {"32K tokens", "128K tokens", "out of memory", "102k"} <= set(words)
 
 
-def test_without_gpus_memory_is_left_out_and_tflops_replace_mfu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_gpus_memory_is_left_out_and_tflops_replace_mfu(tmp_path: Path) -> None:
     changes = {"mfu": None, "peak_memory_allocated_bytes": None, "last_loss": None, "losses_finite": False}
     file = write_lines(tmp_path / "a.jsonl", [step_point("plain", 1024, (500.0, 1.0), **changes)])
-    assert main(["step", str(file)]) == 0
-    out = capsys.readouterr().out
+    out = shown(main, "step", file)
     assert "model TFLOP/s per GPU" in out and "Not finite: losses of plain, 1K. Ignore its numbers." in out
-    assert len(axes_of(file)) == 1
+    assert len(axes_of(BENCHMARK, file)) == 1
 
 
 def test_a_wide_range_is_drawn_on_a_logarithmic_axis(tmp_path: Path) -> None:
     points = [step_point("plain", n, (rate, 1.0)) for n, rate in ((32768, 100_000.0), (1 << 20, 3_000.0))]
-    assert axes_of(write_lines(tmp_path / "a.jsonl", points))[0].get_xscale() == "log"
+    assert axes_of(BENCHMARK, write_lines(tmp_path / "a.jsonl", points))[0].get_xscale() == "log"
 
 
-def test_a_later_record_replaces_an_earlier_one_and_settings_stay_apart(
-    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_later_record_replaces_an_earlier_one_and_settings_stay_apart(tmp_path: Path, file: Path) -> None:
     again = step_point("plain", 32768, (90_000.0, 11.0))
     deeper = step_point("plain", 131072, (47_500.0, 24.3), model="llama3-8b", layers=8)
     other = write_lines(tmp_path / "b.jsonl", [again, deeper])
-    assert main(["step", str(file), str(other), "--output", str(tmp_path / "new")]) == 0
-    out = capsys.readouterr().out
+    out = shown(main, "step", file, other, "--output", tmp_path / "new")
     assert "| plain |   128K |   47,500 |    1.00 |" in out and "|   90,000 |" in out and "|  102,000 |" not in out
     names = sorted(path.name for path in (tmp_path / "new").iterdir())
     assert names == ["step-model-llama3-8b-layers-8.png", "step-model-llama3.2-1b-layers-16.png"]
 
 
-def test_packed_rows_and_adapters_have_tables_of_their_own(
-    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packed_rows_and_adapters_have_tables_of_their_own(tmp_path: Path, file: Path) -> None:
     packed = step_point("lightseq", 32768, (90_000.0, 11.0), packed_rows=8192, lora_rank=16)
-    assert main(["step", str(file), str(write_lines(tmp_path / "b.jsonl", [packed])), "--output", str(tmp_path)]) == 0
-    plain, own = capsys.readouterr().out.split("bfloat16, packed documents of 8K, LoRA of rank 16\n")
+    out = shown(main, "step", file, write_lines(tmp_path / "b.jsonl", [packed]), "--output", tmp_path)
+    plain, own = out.split("bfloat16, packed documents of 8K, LoRA of rank 16\n")
     assert "| 108,000 |" in plain.replace("  ", " ") and "90,000" not in plain
     assert "90,000" in own and "108,000" not in own
 
@@ -119,10 +101,6 @@ def test_packed_rows_and_adapters_have_tables_of_their_own(
         ("", "run the benchmark first"),
     ],
 )
-def test_other_files_are_refused_in_one_line(
-    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_files_are_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.jsonl").write_text(text)
-    assert main(["step", str(tmp_path / "a.jsonl")]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in refusal(main, "step", tmp_path / "a.jsonl")

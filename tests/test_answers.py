@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_level import CHATML, byte_level, open_path, published, read_path, read_rows, write_rows
+from byte_level import CHATML, Document, byte_level, open_path, published, read_path, read_rows, write_rows
 
 from lightseq.utils.limited import limited_map
 
@@ -23,6 +23,11 @@ CALLED = [
     {"role": "tool", "content": "rain"},
     {"role": "assistant", "content": "It rains."},
 ]
+
+
+def one(folder: Path, template: str, row: dict[str, Any]) -> Document:
+    (found,) = read_rows(folder, byte_level(template), row)
+    return found
 
 
 def refusal(folder: Path, template: str, row: dict[str, Any]) -> str:
@@ -78,8 +83,7 @@ def test_notes_count_the_tokens_that_are_repeated_as_context(tmp_path: Path) -> 
 
 
 def test_marked_answers_leave_out_those_that_the_row_masks(tmp_path: Path) -> None:
-    tokenizer = byte_level(published("qwen3_training"))
-    (found,) = read_rows(tmp_path, tokenizer, {"messages": [USER, {**ANSWER, "weight": 0}, AGAIN, WELL]})
+    found = one(tmp_path, published("qwen3_training"), {"messages": [USER, {**ANSWER, "weight": 0}, AGAIN, WELL]})
     assert [run.rstrip().endswith("well<|im_end|>") for run in found.targets] == [True] and "yo" in found.text
 
 
@@ -102,7 +106,7 @@ def test_arguments_are_written_as_json_where_the_template_prints_them_as_they_ar
     template = CHATML.replace("c.function.arguments | tojson", "c.function.arguments")
     for nothing in ({"content": ""}, {"content": None}, {}):
         messages = [USER, {"role": "assistant", "tool_calls": [CALL], **nothing}, *CALLED[2:]]
-        (found,) = read_rows(tmp_path, byte_level(template), {"messages": messages})
+        found = one(tmp_path, template, {"messages": messages})
         assert '<tool_call>weather {"city": "Paris", "days": 2}</tool_call>' in found.targets[0]
 
 
@@ -110,13 +114,10 @@ def test_an_answer_that_the_template_leaves_out_is_refused_with_both_texts(tmp_p
     said = refusal(tmp_path, published("lfm2"), {"messages": CALLED, "tools": [TOOL]})
     assert "does not write the answer 'weather', but '<|im_end|>\\n'; correct the row" in said
     thought = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nyo"}
-    assert "does not write the answer '<think>" in refusal(
-        tmp_path, published("deepseek_r1_distill"), {"messages": [USER, thought]}
-    )
-    upper = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
-    assert "does not write the answer 'yo', but 'YO<|im_end|>\\n'" in refusal(
-        tmp_path, upper, {"messages": [USER, ANSWER]}
-    )
+    said = refusal(tmp_path, published("deepseek_r1_distill"), {"messages": [USER, thought]})
+    assert "does not write the answer '<think>" in said
+    said = refusal(tmp_path, CHATML.replace("m.content }}", "m.content | upper }}"), {"messages": [USER, ANSWER]})
+    assert "does not write the answer 'yo', but 'YO<|im_end|>\\n'" in said
 
 
 def test_what_the_template_does_not_read_is_refused_by_name(tmp_path: Path) -> None:
@@ -130,11 +131,8 @@ def test_what_the_template_does_not_read_is_refused_by_name(tmp_path: Path) -> N
         ({"messages": [USER, {**ANSWER, "channel": "final"}]}, "'channel' of a turn"),
     ):
         assert f"does not read {named}, which would be lost" in refusal(tmp_path, llama3, row)
-    (found,) = read_rows(
-        tmp_path,
-        byte_level(published("qwen3")),
-        {"messages": chat, "chat_template_kwargs": {"enable_thinking": False}},
-    )
+    unthinking = {"messages": chat, "chat_template_kwargs": {"enable_thinking": False}}
+    found = one(tmp_path, published("qwen3"), unthinking)
     assert found.targets == ["yo<|im_end|>\n"], "the generation prompt holds the empty thought then"
 
 
@@ -181,7 +179,7 @@ def test_a_chat_that_the_assistant_begins_teaches_no_prompt(
     if not generates:
         template = template.partition("{% if add_generation_prompt %}")[0]
     for more in ([], [AGAIN, WELL]) if generates else ([],):
-        (found,) = read_rows(tmp_path, byte_level(template), {"messages": [first, *more]})
+        found = one(tmp_path, template, {"messages": [first, *more]})
         assert found.targets[0].startswith(learnt) and len(found.targets) == 1 + bool(more)
 
 
@@ -204,17 +202,14 @@ def test_no_member_of_a_turn_or_a_call_is_lost(tmp_path: Path, turn: dict[str, A
 def test_a_null_in_json_text_stays_and_one_that_arrow_fills_in_goes(tmp_path: Path) -> None:
     def calls(arguments: Any) -> str:
         turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-        (found,) = read_rows(tmp_path, byte_level(), {"messages": [USER, turn]})
-        return found.text
+        return one(tmp_path, CHATML, {"messages": [USER, turn]}).text
 
     assert '{"x": null}' in calls('{"x": null}') and '{"y": 1}' in calls({"x": None, "y": 1})
     call = '{"name": "f", "arguments": {"x": null}}'
-    (found,) = read_rows(
-        tmp_path, byte_level(), {"conversations": [USER_SAYS, {"from": "function_call", "value": call}]}
-    )
-    assert '{"x": null}' in found.text
+    row = {"conversations": [USER_SAYS, {"from": "function_call", "value": call}]}
+    assert '{"x": null}' in one(tmp_path, CHATML, row).text
     row = {"messages": [USER, ANSWER], "tools": '[{"name": "f", "default": null}]'}
-    assert '"default": null' in read_rows(tmp_path, byte_level(), row)[0].text
+    assert '"default": null' in one(tmp_path, CHATML, row).text
 
 
 def test_arrow_maps_are_objects_and_its_times_are_refused(tmp_path: Path) -> None:

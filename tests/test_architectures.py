@@ -65,18 +65,6 @@ FAMILIES = ("cohere", "gemma2", "gemma3_text", "gpt_oss", "granite", "mistral") 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_families_of_dense_models_are_exact_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
-    done, found = sweep(tmp_path, "--only", ",".join(FAMILIES), seconds=400, ranks=ranks)
-    assert done.returncode == 0, done.stdout
-    kinds = {(x.model_type, x.way): x.kind for x in found}
-    for name in FAMILIES:
-        assert kinds[name, "loop"] == kinds[name, "loop packed"] == "exact", name
-        if name != "gpt_oss":  # a mixture of experts
-            assert kinds[name, "train"] == kinds[name, "train packed"] == "exact", name
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_class_is_exact_or_refused_and_the_table_says_which(tmp_path: Path) -> None:
     table = tmp_path / "classes.csv"

@@ -56,14 +56,6 @@ def test_tiles_find_their_operands_side_by_side_and_no_arena_lives_longer_than_n
             _check_arenas(schedule, True, rank)
 
 
-def test_tiles_of_a_ring_read_their_own_chunks_in_place() -> None:
-    """Only chunks of other ranks take memory while heads are not split."""
-    schedule = make_schedule("zigzag", 4)
-    for rank in range(4):
-        for arena in arenas(schedule.forward, schedule.layout, rank):
-            assert arena.item == "kv" and not {*arena.chunks} & {*schedule.layout.chunks(rank)}
-
-
 # ---- what stays where it is ----------------------------------------------------------------------------------------
 
 

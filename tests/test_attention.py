@@ -417,16 +417,10 @@ def test_a_schedule_without_a_transport_runs_and_moves_nothing() -> None:
 def _heads_that_do_not_divide(rank: int) -> None:
     world = dist.get_world_size()
     words = f"over {world} ranks cuts heads in {world}, which 5 query and 5 key/value heads do not allow"
-    with pytest.raises(ValueError, match=f"schedule ulysses {words}; prefix takes any number"):
-        _context("ulysses", "cpu", torch.float32, 8, heads=(5, 5))
     with pytest.raises(ValueError, match=f"schedule zigzag {words}"):
         _context("zigzag", "cpu", torch.float32, 8, heads=(5, 5), ulysses_size=world)
     with pytest.raises(ValueError, match="cuts heads in 3, which 8 query and 2"):
         _context("prefix", "cpu", torch.float32, 8, heads=(8, 2), head_groups=3)
-    with pytest.raises(ValueError, match=f"ulysses_size 3 does not divide {world} ranks"):
-        _context("ring", "cpu", torch.float32, 8, ulysses_size=3)
-    with pytest.raises(ValueError, match="usp needs two or more Ulysses groups"):
-        _context("usp", "cpu", torch.float32, 8)
     context = _context("ulysses", "cpu", torch.float32, 8, heads=(8, 2))
     x = torch.randn(1, 4, 5, 8)
     with pytest.raises(ValueError, match=f"schedule ulysses {words}"):

@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import modeling_utils as utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
-from worlds import spawn
 
 from lightseq import hf
 from lightseq.parts.attention import attention_modules
-
-LENGTH = 24
 
 
 def llama(mixer: type[nn.Module]) -> LlamaForCausalLM:
@@ -107,20 +103,6 @@ def test_a_forward_that_another_library_has_wrapped_is_looked_into() -> None:
     first: Any = model.model.layers[0].self_attn
     first.forward = partial(lambda forward, *args: forward(*args), LlamaAttention.forward.__get__(first))
     assert attention_modules(model) == [first]
-
-
-def over_ranks(rank: int) -> None:
-    ids = torch.arange(LENGTH)[None]
-    want, model = llama(LlamaMixer), llama(LlamaMixer)
-    expected = want(ids, labels=ids).loss
-    context = hf.enable(model, length=LENGTH)
-    loss = model(**hf.shard_batch(context, ids, ids)).loss.detach()
-    dist.all_reduce(loss)
-    assert abs(loss - expected) < 1e-5
-
-
-def test_a_mixer_of_another_name_attends_over_all_ranks() -> None:
-    spawn(2, over_ranks)
 
 
 def test_an_attention_that_does_not_call_the_interface_is_not_patched(alone: None) -> None:

@@ -109,6 +109,8 @@ def test_a_finished_run_that_is_extended_skips_no_example_of_the_next_epoch(tmp_
     once, twice = (stream(tmp_path, batch_size=4, epochs=epochs) for epochs in (1, 2))  # 10 examples, 4 a step
     extended, _ = twice.resume_at(once.steps, once.state(once.steps), HERE)
     assert sorted(filled(extended, range(once.steps, extended.steps))) == list(range(10))
+    over = BatchStream(once.examples, 4, 2, epochs=1, first_step=3, first_sample=12)
+    assert over.steps == 3, "the last step had read beyond the end by more than a step reads now"
 
 
 @pytest.mark.parametrize(

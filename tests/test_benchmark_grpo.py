@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from programs import refusal
 from transformers import Qwen3Config
 
 from benchmarks import grpo
@@ -16,12 +17,9 @@ def save_model(path: Path) -> Path:
     return path
 
 
-def test_completions_that_processes_cannot_share_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--model", str(tmp_path), "--generations", "6", "--nproc_per_node", "4"]
-    assert grpo.main(words) == 2
-    assert "--generations 6 is not divisible by --rows x --nproc_per_node = 4" in capsys.readouterr().err
+def test_completions_that_processes_cannot_share_are_refused(tmp_path: Path) -> None:
+    said = refusal(grpo.main, "--model", tmp_path, "--generations", 6, "--nproc_per_node", 4)
+    assert "--generations 6 is not divisible by --rows x --nproc_per_node = 4" in said
 
 
 @pytest.mark.slow

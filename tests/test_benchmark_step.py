@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow_except
+from programs import refusal
 from transformers import Gemma3TextConfig, LlamaConfig
 from worlds import spawn
 
@@ -66,6 +69,10 @@ def save_gemma(path: Path) -> Path:
 def flags(model: Path, tmp_path: Path, more: str = "") -> list[str]:
     words = f"--model {model} --lengths {LENGTH} --nproc_per_node 2 --warmup 1 --steps {STEPS - 1}"
     return [*words.split(), "--output", str(tmp_path / "out" / "s.jsonl"), *more.split()]
+
+
+def trials_of(model: Path, tmp_path: Path, words: str, on_gpu: bool, *more: str) -> list[Trial]:
+    return trials(setting_of(parse([*flags(model, tmp_path, words), *more]), on_gpu=on_gpu))
 
 
 def read(tmp_path: Path) -> list[dict[str, Any]]:
@@ -126,16 +133,11 @@ PACKAGES = {"plain": "torch", "rows": "torch", "fsdp2": "accelerate", "deepspeed
 
 @pytest.mark.parametrize(
     ("peer", "tied"),
-    [
-        pytest.param("plain", True, marks=pytest.mark.slow),
-        ("rows", True),
-        pytest.param("fsdp2", False, marks=pytest.mark.slow),
-        pytest.param("trl", True, marks=pytest.mark.slow),
-        ("trl", False),
-        pytest.param("deepspeed", True, marks=pytest.mark.slow),
-        pytest.param("deepspeed", False, marks=pytest.mark.slow),
-        pytest.param("deepspeed-offload", False, marks=pytest.mark.slow),
-    ],
+    slow_except(
+        [("rows", True), ("trl", False)],
+        [("plain", True), ("rows", True), ("fsdp2", False), ("deepspeed-offload", False)]
+        + [*product(("trl", "deepspeed"), (True, False))],
+    ),
 )
 def test_every_peer_takes_the_step_that_one_process_takes(tmp_path: Path, peer: str, tied: bool) -> None:
     pytest.importorskip(PACKAGES.get(peer, peer))
@@ -286,9 +288,8 @@ def test_numbers_of_an_earlier_run_do_not_count(model: Path, tmp_path: Path, mon
 def test_a_timeout_ends_the_processes_that_a_launcher_started(tmp_path: Path) -> None:
     with pytest.raises(Failed, match="no end within"):
         run(["-c", HANGS], 1.0, tmp_path / "log.txt")
-    assert not [
-        p for p in psutil.Process(os.getpid()).children(recursive=True) if "time.sleep(100)" in " ".join(p.cmdline())
-    ]
+    children = psutil.Process(os.getpid()).children(recursive=True)
+    assert not [p for p in children if "time.sleep(100)" in " ".join(p.cmdline())]
 
 
 @pytest.mark.parametrize(
@@ -316,9 +317,8 @@ def test_a_log_says_why(log: str, said: str) -> None:
 
 
 def test_every_length_is_tried_by_lightseq_with_each_set_of_flags_and_by_the_peers(model: Path, tmp_path: Path) -> None:
-    words = flags(model, tmp_path, "--lengths 2K,4K --implementations plain,lightseq")
-    asked = parse([*words, "--lightseq_flags", "--remat none --schedule ulysses", "--lightseq_flags=--tf32"])
-    rows = trials(setting_of(asked, on_gpu=True))
+    more = ["--lightseq_flags", "--remat none --schedule ulysses", "--lightseq_flags=--tf32"]
+    rows = trials_of(model, tmp_path, "--lengths 2K,4K --implementations plain,lightseq", True, *more)
     labels = ["lightseq", "lightseq (remat none, schedule ulysses)", "lightseq (tf32)", "plain"]
     assert [(row.length, row.label) for row in rows] == [(n, label) for n in (2048, 4096) for label in labels]
     command = " ".join(rows[1].command)
@@ -326,34 +326,25 @@ def test_every_length_is_tried_by_lightseq_with_each_set_of_flags_and_by_the_pee
     assert "llama3/train.py" in command and command.endswith("--bf16 --remat none --schedule ulysses")
     assert "--bf16" in command and "--random_init" in command
     assert len({row.directory for row in rows}) == len(rows)
+    alone = trials_of(model, tmp_path, "--implementations plain --lightseq_flags=--tf32", True)
+    assert [row.label for row in alone] == ["lightseq (tf32)", "plain"]
     assert "benchmarks/step_peers/worker.py plain" in " ".join(rows[3].command)
-
-
-def test_flags_alone_are_measured_without_lightseq_as_typed(model: Path, tmp_path: Path) -> None:
-    words = flags(model, tmp_path, "--implementations plain --lightseq_flags=--tf32")
-    rows = trials(setting_of(parse(words), on_gpu=True))
-    assert [row.label for row in rows] == ["lightseq (tf32)", "plain"]
 
 
 def test_a_trainer_on_one_process_runs_without_a_launcher(model: Path, tmp_path: Path) -> None:
     words = f"--implementations trl,unsloth,plain --nproc_per_node 1 --unsloth_python {sys.executable}"
-    trl, unsloth, plain = trials(setting_of(parse(flags(model, tmp_path, words)), on_gpu=False))
+    trl, unsloth, plain = trials_of(model, tmp_path, words, False)
     assert trl.command[0].endswith("/worker.py") and unsloth.command[0].endswith("/worker.py")
     assert plain.command[:2] == ["-m", "torch.distributed.run"]
     assert (trl.python, unsloth.python, plain.python) == (None, sys.executable, None)
     assert "UNSLOTH_FSDP2" not in unsloth.environment
-
-
-def test_unsloth_shards_the_model_over_several_processes(model: Path, tmp_path: Path) -> None:
-    words = flags(model, tmp_path, "--implementations unsloth --nproc_per_node 2")
-    [unsloth] = trials(setting_of(parse(words), on_gpu=True))
-    assert unsloth.command[:2] == ["-m", "torch.distributed.run"]
-    assert unsloth.environment["UNSLOTH_FSDP2"] == "1"
+    [several] = trials_of(model, tmp_path, "--implementations unsloth", True)
+    assert several.command[:2] == plain.command[:2] and several.environment["UNSLOTH_FSDP2"] == "1"
 
 
 def test_packed_rows_and_adapters_are_asked_of_every_implementation(tmp_path: Path) -> None:
     words = "--implementations lightseq,trl --packed_rows 16 --lora_rank 4"
-    ours, trl = trials(setting_of(parse(flags(Path("tiny-llama2"), tmp_path, words)), on_gpu=False))
+    ours, trl = trials_of(Path("tiny-llama2"), tmp_path, words, False)
     assert "llama2/train.py" in " ".join(ours.command) and "--bf16" not in ours.command
     assert " --packing best_fit --lora_rank 4" in " ".join(ours.command)
     assert " ".join(trl.command).endswith("--packed_rows 16 --lora_rank 4")
@@ -420,12 +411,10 @@ def test_packed_documents_count_the_pairs_that_a_window_leaves(tmp_path: Path, m
     ],
 )
 def test_bad_flags_are_refused_in_one_line(
-    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_records, "provenance", lambda commit: {"hardware": {"device": "cpu"}})
-    assert step.main([*words.split(), "--output", str(tmp_path / "s.jsonl")]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert said in refusal(step.main, *words.split(), "--output", tmp_path / "s.jsonl")
 
 
 def test_an_output_file_that_exists_is_kept(tmp_path: Path) -> None:

@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 import small
 import torch
-import torch.distributed as dist
 from programs import program
+from test_preferences import make_trainer
 from worlds import spawn
 
-import llama3
-from lightseq.config.command_line import parse
 from lightseq.data.batches import MAX_BUCKETS, bucket_lengths
-from lightseq.distributed.world import World
-from lightseq.training.build import build_engine
-from lightseq.training.inputs import prepare
 from lightseq.training.loop import TrainingLoop
 from lightseq.training.metrics import MetricsFile, read_records
 from lightseq.training.trainer import Trainer
@@ -48,17 +43,14 @@ class Run(NamedTuple):
     eval_losses: list[float]
 
 
-def make_trainer(rank: int, files: Path, output: str, flags: str) -> Trainer:
+def trainer_of(rank: int, files: Path, output: str, flags: str) -> Trainer:
     words = f"{small.words(files, output)} --model_max_length {LENGTH} --save_strategy no {flags}"
-    config, size = parse(words.split(), "test"), dist.get_world_size()
-    world = World(rank, size, rank, size, torch.device("cpu"))
-    inputs = prepare(config, llama3.FAMILY, world)
-    return Trainer(config, inputs, world, build_engine(config, inputs, world))
+    return make_trainer(rank, words)
 
 
 def trained(rank: int, files: Path, output: str, flags: str, pads: bool) -> Run:
     """A run on the ranks of a test; with `pads` every batch is as long as the longest may be."""
-    trainer = make_trainer(rank, files, output, flags)
+    trainer = trainer_of(rank, files, output, flags)
     if pads:
         trainer.batch_lengths = trainer.batch_lengths[-1:]
     lengths: list[int] = []
@@ -121,35 +113,27 @@ def test_the_lengths_of_2048_tokens_are_its_halves() -> None:
 EVALUATES = "--eval_data_path {files}/data.pkl --eval_strategy steps --eval_steps 2"
 
 
-@pytest.mark.slow
-def test_losses_on_one_rank_equal_full_padding(files: Path) -> None:
-    evaluates = EVALUATES.format(files=files)
-    check_same_losses(files, 1, {
-        "accumulated": f"--max_steps 4 --gradient_accumulation_steps 3 {evaluates}",
+CASES = {  # flags by ranks
+    1: {
+        "accumulated": f"--max_steps 4 --gradient_accumulation_steps 3 {EVALUATES}",
         "two-a-batch": "--num_train_epochs 1 --per_device_train_batch_size 2",
-    })  # fmt: skip
-
-
-@pytest.mark.slow
-def test_losses_on_two_ranks_equal_full_padding(files: Path) -> None:
-    evaluates = EVALUATES.format(files=files)
-    check_same_losses(files, 2, {
+    },
+    2: {
         "sequence": "--max_steps 4 --gradient_accumulation_steps 2",
-        "data": f"--max_steps 4 --gradient_accumulation_steps 2 --sequence_parallel_size 1 {evaluates}",
-    })  # fmt: skip
-
-
-@pytest.mark.slow
-def test_losses_on_three_ranks_equal_full_padding(files: Path) -> None:
-    check_same_losses(files, 3, {
+        "data": f"--max_steps 4 --gradient_accumulation_steps 2 --sequence_parallel_size 1 {EVALUATES}",
+    },
+    3: {
         "sequence": "--max_steps 4",
         "data": "--max_steps 3 --gradient_accumulation_steps 2 --sequence_parallel_size 1",
-    })  # fmt: skip
+    },
+    4: {"both": "--max_steps 4 --gradient_accumulation_steps 2 --sequence_parallel_size 2"},
+}
 
 
 @pytest.mark.slow
-def test_losses_on_two_by_two_ranks_equal_full_padding(files: Path) -> None:
-    check_same_losses(files, 4, {"both": "--max_steps 4 --gradient_accumulation_steps 2 --sequence_parallel_size 2"})
+@pytest.mark.parametrize("world", CASES)
+def test_losses_equal_full_padding(world: int, files: Path) -> None:
+    check_same_losses(files, world, {name: flags.format(files=files) for name, flags in CASES[world].items()})
 
 
 @pytest.mark.slow
@@ -164,38 +148,27 @@ def test_texts_that_are_tokenised_on_access_make_short_batches_on_all_ranks(file
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def first_lengths(rank: int, files: Path) -> list[list[int]]:
-    write_rows(files / "full.pkl", (LENGTH + 1,) * 4)
-    full = f"--data_path {files}/full.pkl --max_steps 2"
-    return [trained(rank, files, output, flags, pads=False).lengths for output, flags in
-            (("short", "--max_steps 1 --seed 1"), ("full", full))]  # fmt: skip
+def lengths_of(rank: int, files: Path, sizes: tuple[int, ...], runs: list[str]) -> list[list[int]]:
+    """Lengths of the batches of each run on rows of these sizes."""
+    write_rows(files / "data.pkl", sizes)
+    return [trained(rank, files, f"{len(sizes)}-{i}", flags, pads=False).lengths for i, flags in enumerate(runs)]
 
 
 def test_the_longest_batch_is_tried_before_the_first_step_where_that_is_short(files: Path) -> None:
-    short, full = spawn(1, first_lengths, files)[0]
-    assert short[0] == LENGTH > short[1] and len(short) == 2, "once, and of no use where a step is as long"
-    assert full == [LENGTH, LENGTH]
-
-
-def lengths_of_short_rows(rank: int, files: Path) -> list[int]:
-    write_rows(files / "short.pkl", (9, 30, 17))
-    return trained(rank, files, "short", f"--data_path {files}/short.pkl --max_steps 3", pads=False).lengths
+    ((short,),) = spawn(1, lengths_of, files, SIZES, ["--max_steps 1 --seed 1"])
+    assert short[0] == LENGTH > short[1] and len(short) == 2, "once"
+    assert spawn(1, lengths_of, files, (LENGTH + 1,) * 4, ["--max_steps 2"]) == [[[LENGTH, LENGTH]]], "of no use"
 
 
 def test_no_longer_batch_is_tried_than_the_data_has(files: Path) -> None:
-    (lengths,) = spawn(1, lengths_of_short_rows, files)
+    ((lengths,),) = spawn(1, lengths_of, files, (9, 30, 17), ["--max_steps 3"])
     assert 30 <= max(lengths) < LENGTH
-
-
-def accumulated_lengths(rank: int, files: Path) -> list[list[int]]:
-    write_rows(files / "mixed.pkl", (9, LENGTH + 1))
-    mixed = f"--data_path {files}/mixed.pkl --gradient_accumulation_steps 2 --max_steps 1"
-    return [trained(rank, files, f"seed-{seed}", f"{mixed} --seed {seed}", pads=False).lengths for seed in range(5)]
 
 
 @pytest.mark.slow
 def test_the_longest_batch_is_tried_before_a_shorter_one_of_its_step(files: Path) -> None:
-    found = spawn(1, accumulated_lengths, files)[0]
+    runs = [f"--gradient_accumulation_steps 2 --max_steps 1 --seed {seed}" for seed in range(5)]
+    (found,) = spawn(1, lengths_of, files, (9, LENGTH + 1), runs)
     assert {len(lengths) for lengths in found} == {2, 3}, "in both orders"
     assert all(lengths[0] == LENGTH for lengths in found)
 
@@ -256,7 +229,7 @@ def graphs(rank: int, files: Path) -> tuple[int, list[int]]:
     with pytest.MonkeyPatch.context() as patch:  # the compiler's own code is torch's to test, and takes minutes to make
         patch.setattr(torch, "compile", lambda f, dynamic, **_: TORCH_COMPILE(f, dynamic=dynamic, backend="aot_eager"))
         evaluates = f"--eval_data_path {files}/data.pkl --eval_strategy epoch"
-        trainer = make_trainer(rank, files, "compiled", f"--num_train_epochs 2 --torch_compile True {evaluates}")
+        trainer = trainer_of(rank, files, "compiled", f"--num_train_epochs 2 --torch_compile True {evaluates}")
         for epoch in range(2):
             for step in range(len(SIZES)):
                 lengths.add(trainer.step(epoch * len(SIZES) + step).positions)

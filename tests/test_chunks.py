@@ -11,7 +11,7 @@ from lightseq.schedule.chunks import chunked_schedule
 from lightseq.schedule.documents import padded_length
 from lightseq.schedule.nodes import Nodes
 from lightseq.schedule.proof import validate
-from lightseq.schedule.reach import CHUNK, WINDOW, Reach
+from lightseq.schedule.reach import CHUNK, Reach
 
 HEADS = Heads(query=8, key_value=8, dim=4, value_dim=4)
 
@@ -35,9 +35,3 @@ def test_every_schedule_computes_the_pairs_of_each_chunk_once(world: int, packed
         expected = Attention(HEADS, Reach(CHUNK, 14)).area(sizes)
         whole = [min(14, size - start) for size in sizes for start in range(0, size, 14)]
         assert expected == sum(size**2 for size in whole)
-
-
-def test_a_chunk_is_no_window() -> None:
-    sizes = [40]
-    assert Attention(HEADS, Reach(CHUNK, 10)).area(sizes) == 4 * 10**2
-    assert Attention(HEADS, Reach(WINDOW, 10)).area(sizes) == 10 * (80 - 10)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow_except
 from schedules import fitting
 from torch import Tensor
 from worlds import spawn
@@ -96,12 +97,7 @@ def _every_schedule(rank: int, folder: Path, engine_bytes: int, blocking: bool) 
 
 
 @pytest.mark.parametrize(
-    ("engine_bytes", "blocking"),
-    [
-        pytest.param(0, False, marks=pytest.mark.slow),
-        (1 << 20, False),
-        pytest.param(1 << 20, True, marks=pytest.mark.slow),
-    ],
+    ("engine_bytes", "blocking"), slow_except([(1 << 20, False)], [(0, False), (1 << 20, False), (1 << 20, True)])
 )
 def test_every_schedule_is_exact_over_mapped_memory(engine_bytes: int, blocking: bool, tmp_path: Path) -> None:
     spawn(4, _every_schedule, tmp_path, engine_bytes, blocking)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from cases import slow_except
 from datasets import Dataset
-from test_integrations_trl import tokenizer
-from trainer_numbers import Numbers, assert_equal, collate, common, documents, numbers, shared_folder
+from trainer_numbers import Numbers, assert_equal, documents, trained
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from worlds import spawn
@@ -43,16 +42,10 @@ def train(_rank: int, kind: type[Trainer], family: str, changes: Mapping[str, An
     else:  # without the encoders, which get no gradient, so that DDP waits for none
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("language_model" in name or "lm_head" in name)
-    with shared_folder() as folder:
-        if issubclass(kind, SFTTrainer):
-            arguments: Any = SFTConfig(**common(folder, **settings))
-            more: dict[str, Any] = {"processing_class": tokenizer()}
-        else:
-            settings.pop("max_length"), settings.pop("packing", None)
-            arguments = TrainingArguments(**common(folder, remove_unused_columns=False, **settings))
-            more = {"data_collator": collate}
-        trainer = kind(model, arguments, train_dataset=rows, eval_dataset=rows.select(range(5)), **more, **options)
-        return numbers(trainer)
+    if issubclass(kind, SFTTrainer):
+        return trained(kind, SFTConfig, settings, 1, model, rows, **options)
+    settings.pop("max_length"), settings.pop("packing", None)
+    return trained(kind, TrainingArguments, settings, 1, model, rows, **options)
 
 
 def train_all(rank: int, families: tuple[str, ...], case: str, split: bool) -> list[Numbers]:

@@ -60,6 +60,12 @@ def logits(model: Any) -> Tensor:
         return model(input_ids=IDS, use_cache=False).logits
 
 
+def check_saved_as_published(model: Any, folder: Path, **tensors: Any) -> None:
+    weights.save_pretrained(model, folder / "out", torch.float32, trained_from=folder / "published", **tensors)
+    before, after = (load_file(folder / name / weight_files.WEIGHTS) for name in ("published", "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
 @pytest.fixture
 def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empties towers of timm until the end of a test."""
@@ -103,9 +109,7 @@ def test_experts_keep_the_orientation_of_the_files(transposed: bool, tmp_path: P
     want = expert_files(tmp_path, transposed)
     model = loaded(tmp_path / "published")
     assert torch.equal(logits(model), logits(want))
-    weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "published")
-    before, after = (load_file(tmp_path / name / weight_files.WEIGHTS) for name in ("published", "out"))
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    check_saved_as_published(model, tmp_path)
 
 
 @pytest.mark.parametrize("transposed", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -135,11 +139,7 @@ def test_experts_of_parameters_without_a_shape_are_loaded_and_saved(
     whole: dict[str, Tensor] = {}
     weights.load(model, tmp_path / "published", lambda parameter, read: whole.update({names[parameter]: read(())}))
     assert all(torch.equal(tensor, want[name]) for name, tensor in whole.items())
-    weights.save_pretrained(
-        model, tmp_path / "out", torch.float32, tensors=whole.items(), trained_from=tmp_path / "published"
-    )
-    before, after = (load_file(tmp_path / name / weight_files.WEIGHTS) for name in ("published", "out"))
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    check_saved_as_published(model, tmp_path, tensors=whole.items())
 
 
 @pytest.mark.parametrize("model_type", ["llava", "gemma3"])
@@ -150,9 +150,7 @@ def test_positions_of_an_encoder_in_older_files_are_kept(model_type: str, tmp_pa
     save_file(load_file(file) | positions, file, metadata={"format": "pt"})
     model = loaded(tmp_path / "published")
     assert torch.equal(logits(model), logits(want))
-    weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "published")
-    before, after = (load_file(tmp_path / name / weight_files.WEIGHTS) for name in ("published", "out"))
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    check_saved_as_published(model, tmp_path)
 
 
 def test_a_save_fails_if_the_towers_are_gone(tmp_path: Path, alone: None) -> None:
@@ -180,9 +178,7 @@ def test_tables_that_text_passes_on_its_way_to_the_decoder_are_kept_as_they_are(
     assert {name.split(".")[1] for name in frozen} == {"embed_vision", "embed_audio"}
     assert not [name for name, _ in model.named_parameters() if "tower" in name]
     assert torch.equal(logits(model), logits(want))
-    weights.save_pretrained(model, tmp_path / "out", torch.float32, trained_from=tmp_path / "published")
-    before, after = (load_file(tmp_path / name / weight_files.WEIGHTS) for name in ("published", "out"))
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    check_saved_as_published(model, tmp_path)
 
 
 def test_a_composite_that_changes_the_logits_of_the_language_model_inside_is_refused(

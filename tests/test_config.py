@@ -6,9 +6,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from programs import refusal
 
 from lightseq.cli import COMMANDS
 from lightseq.cli import main as lightseq_main
@@ -46,19 +48,14 @@ def test_every_flag_has_a_help_line_and_every_help_line_a_flag() -> None:
     assert sorted(shown) == sorted({"config", *(field.name for field in dataclasses.fields(TrainConfig))})
 
 
-def test_help_is_grouped_and_shows_choices_and_defaults() -> None:
+def test_help_is_grouped_and_shows_choices_defaults_and_required_flags() -> None:
     text = help_text(PROGRAM)
     titles = [line for line in text.splitlines() if line and not line.startswith((" ", "usage"))]
     assert titles == ["model:", "data:", "training:", "adapters:", "parallelism:", "memory:", "logging:"]
     assert "choices: auto, ring, striped, zigzag, balanced, prefix, ulysses, usp; default: auto" in " ".join(
         text.split()
     )
-    assert max(map(len, text.splitlines())) <= 120
-
-
-def test_help_marks_the_flags_that_a_program_requires() -> None:
-    for text, marked in ((help_text(PROGRAM), 3), (help_text("verify", "Needs a model only."), 1)):
-        assert text.count("[required]") == marked
+    assert text.count("[required]") == 3 and help_text("verify", "Needs a model only.").count("[required]") == 1
 
 
 def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,63 +64,52 @@ def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(map(len, help_text("verify", "What it does. " * 20).splitlines())) <= columns
 
 
-def test_a_missing_flag_of_a_tool_points_to_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert lightseq_main(["schedule", "--ranks", "2"]) == 2
-    line = "error: the following arguments are required: --schedule; lightseq schedule --help lists the flags"
-    assert capsys.readouterr().err == f"{line}\n"
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["schedule", "--ranks", "2"], "arguments are required: --schedule; lightseq schedule --help lists the flags"),
+        (["nonsense", "--ranks", "2"], "unknown command 'nonsense'; choose one of train, "),
+        ([], "no command given; "),
+        (["rehearse", "--model_name_or_path", "m"], "rehearse was removed; plan predicts whether a run fits, and "),
+    ],
+)
+def test_what_no_command_takes_is_one_line(words: list[str], line: str) -> None:
+    said = refusal(lightseq_main, *words)
+    assert said.startswith("error: ") and line in said
 
 
-def test_an_unknown_command_is_one_line_and_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (lightseq_main(["nonsense", "--ranks", "2"]), lightseq_main([])) == (2, 2)
-    unknown, missing = capsys.readouterr().err.splitlines()
-    assert unknown.startswith("error: unknown command 'nonsense'; choose one of train, ")
-    assert missing.startswith("error: no command given; ")
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert lightseq_main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("usage: lightseq COMMAND ") and all(f"  {name} " in shown for name in COMMANDS)
 
 
-def test_a_removed_command_names_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
-    assert lightseq_main(["rehearse", "--model_name_or_path", "tiny-llama3"]) == 2
-    assert capsys.readouterr().err == (
-        "error: rehearse was removed; plan predicts whether a run fits, and train --max_steps 2 --save_strategy no "
-        "tries it\n"
-    )
-
-
 @pytest.mark.parametrize(
-    ("words", "expected"), [("", False), ("--bf16", True), ("--bf16 True", True), ("--bf16 false", False)]
-)
-def test_a_boolean_stands_alone_or_takes_a_word(words: str, expected: bool) -> None:
-    assert given(words).bf16 is expected
-
-
-@pytest.mark.parametrize(
-    ("words", "policy"),
+    ("name", "words", "expected"),
     [
-        ("", "attention"),
-        ("--gradient_checkpointing True", "attention"),
-        ("--gradient_checkpointing False", "none"),
-        ("--remat full", "full"),
-        ("--remat attention+mlp", "attention+mlp"),
-        ("--remat none --gradient_checkpointing False", "none"),
+        ("bf16", "", False),
+        ("bf16", "--bf16", True),
+        ("bf16", "--bf16 True", True),
+        ("bf16", "--bf16 false", False),
+        ("remat_policy", "", "attention"),
+        ("remat_policy", "--gradient_checkpointing True", "attention"),
+        ("remat_policy", "--gradient_checkpointing False", "none"),
+        ("remat_policy", "--remat full", "full"),
+        ("remat_policy", "--remat none --gradient_checkpointing False", "none"),
+        ("fsdp_mode", "--fsdp 'full_shard auto_wrap'", "full_shard"),
+        ("fsdp_mode", "--fsdp hybrid_shard", "hybrid_shard"),
+        ("fsdp_mode", "--fsdp full_shard,auto_wrap", "full_shard"),
+        ("fsdp_mode", "--fsdp ''", "ddp"),
+        ("kernel_name", "--fused-attention False", "reference"),
+        ("kernel_name", "--fused-attention", "auto"),
+        ("kernel_name", "--fused_attention True --kernel cudnn", "cudnn"),
+        ("resume_from_checkpoint", "--resume_from_checkpoint True", "True"),
+        ("resume_from_checkpoint", "--resume_from_checkpoint False", None),
+        ("resume_from_checkpoint", "--resume_from_checkpoint out/checkpoint-4", "out/checkpoint-4"),
     ],
 )
-def test_remat_follows_from_either_flag(words: str, policy: str) -> None:
-    assert given(words).remat_policy == policy
-
-
-@pytest.mark.parametrize(
-    ("fsdp", "mode"),
-    [
-        ("full_shard auto_wrap", "full_shard"),
-        ("hybrid_shard", "hybrid_shard"),
-        ("full_shard,auto_wrap", "full_shard"),
-        ("", "ddp"),
-    ],
-)
-def test_fsdp_words_name_a_mode(fsdp: str, mode: str) -> None:
-    assert given(f"--fsdp '{fsdp}'").fsdp_mode == mode
+def test_flags_mean_what_they_say(name: str, words: str, expected: Any) -> None:
+    assert getattr(given(words), name) == expected
 
 
 def test_spans_and_json_arrive_as_values() -> None:
@@ -132,13 +118,6 @@ def test_spans_and_json_arrive_as_values() -> None:
     assert config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
     assert json.loads(json.dumps(config.to_json())) == config.to_json()
     assert config.to_json()["profile_steps"] == [10, 12]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"), [("True", "True"), ("False", None), ("outputs/checkpoint-4", "outputs/checkpoint-4")]
-)
-def test_a_run_resumes_from_a_directory_or_from_the_newest(words: str, expected: str | None) -> None:
-    assert given(f"--resume_from_checkpoint {words}").resume_from_checkpoint == expected
 
 
 def test_warm_up_is_given_in_steps_or_as_a_share_rounded_up() -> None:
@@ -150,30 +129,6 @@ def test_warm_up_is_given_in_steps_or_as_a_share_rounded_up() -> None:
 def test_hyphens_and_older_spellings_name_the_same_flags() -> None:
     hyphens = given("--learning-rate=1e-4 --set-seed 7 --evaluation-strategy no")
     assert hyphens == given("--learning_rate 1e-4 --seed 7 --eval_strategy no")
-
-
-def test_plain_attention_is_the_reference_kernel() -> None:
-    assert given("--fused-attention False").kernel_name == "reference"
-    assert given("--fused-attention").kernel_name == given("").kernel_name == "auto"
-    assert given("--fused_attention True --kernel cudnn").kernel_name == "cudnn"
-
-
-INSTEAD = {  # flags of other programs, and what to do instead
-    "token": "`hf auth login`",
-    "load_in_8bit": "--load_in_4bit True --lora_rank 16 trains adapters on weights in four bits",
-    "bnb_4bit_quant_type": "--load_in_4bit True is NF4 with double quantization, computed in the dtype of the run",
-    "llm_int8_skip_modules": "--load_in_4bit True is NF4 with double quantization",
-    "double_quant": "--load_in_4bit True is NF4 with double quantization",
-    "qlora": "did you mean --load_in_4bit?",
-    "lora_dropout": "adapters have no dropout",
-    "hub_strategy": "--push_to_hub True --hub_model_id NAME uploads a checkpoint when the run ends",
-    "bf16_full_eval": "evaluation computes in the dtype of training",
-    "nproc_per_node": "`lightseq train` and torch.distributed.run start ranks",
-    "fsdp_config": "did you mean --fsdp?",
-    "sample_packing": "did you mean --packing?",
-    "sequence_len": "did you mean --model_max_length?",
-    "micro_batch_size": "did you mean --per_device_train_batch_size?",
-}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +144,8 @@ INSTEAD = {  # flags of other programs, and what to do instead
         ("--training.seq_len 4096", "unknown flag --training.seq_len; did you mean --model_max_length?"),
         ("--evaluation_strategi no", "did you mean --evaluation_strategy?"),
         ("--zzz", "unknown flag --zzz; llama3/train.py --help"),
-        *((f"--{name} 1", f"unknown flag --{name}; {line}") for name, line in INSTEAD.items()),
+        ("--lora_dropout 0.1", "unknown flag --lora_dropout; adapters have no dropout"),
+        ("--fsdp_config f.json", "unknown flag --fsdp_config; did you mean --fsdp?"),
         ("--attn_implementation flash_attention_2", "unknown flag --attn_implementation; did you mean --kernel?"),
         ("stray", "unexpected argument 'stray' without a flag"),
         ("--save_steps", "--save_steps: expected one argument"),
@@ -200,10 +156,7 @@ INSTEAD = {  # flags of other programs, and what to do instead
         ("--fp8 rowwise --fp16", "--fp8 rowwise needs bfloat16, not --fp16; add --bf16"),
         ("--fp8_emulate", "--fp8_emulate True needs --fp8; add it"),
         ("--deepspeed ds.json --fsdp ''", "--deepspeed ds.json and --fsdp '' both shard the weights; give one"),
-        (
-            "--deepspeed ds.json --optim adamw_8bit",
-            "--optim adamw_8bit does not run under --deepspeed; use adamw_torch_f",
-        ),
+        ("--deepspeed ds.json --optim adamw_8bit", "--optim adamw_8bit does not run under --deepspeed; use adamw"),
         ("--deepspeed ds.json --fp8 rowwise --bf16", "--fp8 rowwise does not run under --deepspeed; leave one of them"),
         ("--model_max_length 1Z", "1Z is not a number of tokens; write it like 131072, 128K or 1.5M"),
         ("--save_steps 0.5", "'0.5' is not a whole number"),
@@ -213,7 +166,6 @@ INSTEAD = {  # flags of other programs, and what to do instead
         ("--num_train_epochs inf", "--num_train_epochs inf: give a number above 0"),
         ("--max_steps -1", "--max_steps -1: give at least 1, or leave it out"),
         ("--max_steps 9223372036854775807", "--max_steps 9223372036854775807: give at most 1,000,000,000"),
-        ("--model_max_length 0", "--model_max_length 0: give at least 1"),
         ("--adam_beta1 1", "--adam_beta1 1.0: give a number from 0 to below 1"),
         ("--optim sgd --adam_beta2 0.95", "--adam_beta2 0.95 applies to AdamW, not to --optim sgd; leave one of them"),
         ("--warmup_ratio 0.1 --warmup_steps 3", "--warmup_ratio 0.1 and --warmup_steps 3 both set the warm-up"),
@@ -226,25 +178,13 @@ INSTEAD = {  # flags of other programs, and what to do instead
         ("--fsdp 'full_shard offload'", "--fsdp offload is refused"),
         ("--fsdp sharded", "--fsdp 'sharded' is unknown"),
         ("--fsdp auto_wrap", "is unknown; choose from full_shard, hybrid_shard"),
-        (
-            "--gradient_checkpointing True --remat none",
-            "--gradient_checkpointing True and --remat none contradict each other",
-        ),
+        ("--gradient_checkpointing True --remat none", "True and --remat none contradict each other"),
         ("--eval_strategy steps", "--eval_strategy steps needs data; add --eval_fraction, or --eval_data_path"),
         ("--eval_steps 5", "--eval_steps 5 needs data; add --eval_fraction, or --eval_data_path"),
-        (
-            "--eval_data_path gone",
-            "--eval_data_path gone is not used because --eval_strategy is no; add",
-        ),
-        (
-            "--host_memory_budget 64 --offload none",
-            "limits offloaded activations, but --offload is none; add --offload activations",
-        ),
+        ("--eval_data_path gone", "--eval_data_path gone is not used because --eval_strategy is no; add"),
+        ("--host_memory_budget 64 --offload none", "limits offloaded activations, but --offload is none; add --"),
         ("--host_memory_budget 64 --offload optimizer", "but --offload is optimizer; add --offload activations"),
-        (
-            "--deepspeed d.json --host_memory_budget 64",
-            "--host_memory_budget 64 limits a memory plan, which",
-        ),
+        ("--deepspeed d.json --host_memory_budget 64", "--host_memory_budget 64 limits a memory plan, which"),
         ("--torch_compile maybe", "'maybe' is not a boolean; give True or False, or auto for the planner's choice"),
         ("--device_memory_budget 64 --offload both", "applies to --offload auto, but --offload is both; add --offload"),
         ("--layers_per_checkpoint 2 --remat none", "--layers_per_checkpoint 2 recomputes layers, but --remat none"),
@@ -254,32 +194,18 @@ INSTEAD = {  # flags of other programs, and what to do instead
         ("--fp8 rowwise --bf16 --remat attention+mlp", "stores activations of the MLP, which --fp8 rowwise does not"),
         ("--tile_layers True --deepspeed d.json", "--tile_layers True does not run under --deepspeed"),
         ("--deepspeed d.json --layers_per_checkpoint 2", "--layers_per_checkpoint 2 does not run under --deepspeed"),
-        (
-            "--keep_best True",
-            "--keep_best needs an evaluation at every checkpoint, but --eval_strategy is no and --save_strategy is "
-            "steps; set both to steps, or both to epoch",
-        ),
-        (
-            "--keep_best True --eval_strategy epoch --eval_data_path d",
-            "--eval_strategy is epoch and --save_strategy is steps",
-        ),
+        ("--keep_best True", "--keep_best needs an evaluation at every checkpoint, but --eval_strategy is no and"),
+        ("--keep_best True --eval_strategy epoch --eval_data_path d", "is epoch and --save_strategy is steps"),
         (
             "--keep_best True --eval_strategy steps --eval_data_path d --eval_steps 3 --save_steps 10",
             "--save_steps 10 is not a multiple of --eval_steps 3; make it one",
         ),
         ("--eval_fraction 1", "--eval_fraction 1.0: give a share above 0 and below 1, or leave it out"),
         ("--eval_fraction 0.1 --eval_data_path d --eval_strategy steps", "both give evaluation data; give one"),
-        (
-            "--eval_fraction 0.1 --max_eval_samples 3",
-            "--max_eval_samples 3 limits --eval_data_path, not --eval_fraction",
-        ),
+        ("--eval_fraction 0.1 --max_eval_samples 3", "--max_eval_samples 3 limits --eval_data_path, not --eval_f"),
         ("--early_stopping_patience 2", "--early_stopping_patience 2 needs evaluations; add --eval_fraction, or"),
         ("--early_stopping_threshold 0.1", "--early_stopping_threshold 0.1 needs --early_stopping_patience; add it"),
-        (
-            "--early_stopping_patience 2 --eval_fraction 0.1",
-            "--early_stopping_patience 2 needs an evaluation at every checkpoint, but --eval_strategy is epoch and "
-            "--save_strategy is steps; set both to steps, or both to epoch",
-        ),
+        ("--early_stopping_patience 2 --eval_fraction 0.1", "needs an evaluation at every checkpoint, but --eval_str"),
         ("--early_stopping_patience 0 --eval_fraction 0.1", "--early_stopping_patience 0: give at least 1, or leave"),
         ("--sample_max_new_tokens 9", "--sample_max_new_tokens 9 needs prompts; add --sample_prompts"),
         ("--profile_steps 10", "'10' is not a range of steps"),
@@ -288,10 +214,7 @@ INSTEAD = {  # flags of other programs, and what to do instead
         ("--rope_scaling linear", "'linear' is not JSON"),
         ("--rope_scaling " + "[" * 5000, "is not JSON (maximum recursion depth"),
         ("--rope_scaling [4]", "'[4]' is not a JSON object"),
-        (
-            "--packing best_fit --per_device_train_batch_size 2",
-            "which needs batches of one sequence; give 1, and raise --model_max_length",
-        ),
+        ("--packing best_fit --per_device_train_batch_size 2", "which needs batches of one sequence; give 1, and"),
     ],
 )
 def test_a_wrong_command_line_is_refused_in_one_line_that_says_what_to_do(words: str, line: str) -> None:
@@ -451,29 +374,18 @@ def test_names_outside_the_plane_of_two_bytes_survive_json(tmp_path: Path) -> No
         ("- seed", ": give `flag: value` lines, alone or under model, data, training, adapters"),
         ("", ": give `flag: value` lines, alone or under model"),
         ("seed: \x00", ": unacceptable character"),
-    ],
-)
-def test_an_error_in_a_config_file_is_one_line_with_the_file_and_the_key(text: str, line: str, tmp_path: Path) -> None:
-    path = file_of(tmp_path, text)
-    with pytest.raises(ValueError) as refusal:
-        given(f"--config {path}")
-    assert str(refusal.value).startswith(f"{path}{line}") and "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
+        # as run.json
         ("{", " line 1 is not valid JSON (Expecting property name enclosed in double quotes)"),
-        ("[" * 5000, " is nested too deeply; give a valid YAML or JSON file"),
         ('{"config": [1]}', ": give `flag: value` lines"),
         ('{"config": {"seed": null}}', ": seed has no value"),
         ('{"config": {"schedul": "ring"}}', ": unknown flag --schedul; did you mean --schedule?"),
+        ('{"seed": ' + "[" * 5000, " is nested too deeply; give a valid YAML or JSON file"),
         ('{"rope_scaling": ' + '{"a":' * 600 + "1" + "}" * 601, ": rope_scaling is nested too deeply"),
         ('{"seed": ' + "9" * 5000 + "}", ": Exceeds the limit (4300 digits)"),
     ],
 )
-def test_an_error_in_a_run_json_is_one_line_with_the_file_and_the_key(text: str, line: str, tmp_path: Path) -> None:
-    path = file_of(tmp_path, text, "run.json")
+def test_an_error_in_a_config_file_is_one_line_with_the_file_and_the_key(text: str, line: str, tmp_path: Path) -> None:
+    path = file_of(tmp_path, text, "run.json" if text.startswith('{"') or text == "{" else "run.yaml")
     with pytest.raises(ValueError) as refusal:
         given(f"--config {path}")
     assert str(refusal.value).startswith(f"{path}{line}") and "\n" not in str(refusal.value)
@@ -499,8 +411,7 @@ def test_values_of_a_file_and_of_the_command_line_are_checked_together(tmp_path:
 
 
 def test_none_takes_a_flag_of_a_file_back(tmp_path: Path) -> None:
-    file = tmp_path / "own.yaml"
-    file.write_text("model_name_or_path: m\ndata_path: d\noutput_dir: o\neval_fraction: 0.1\nmax_steps: 5\n")
-    assert parse(["--config", str(file)], "test").eval_fraction == 0.1
-    found = parse(["--config", str(file), "--eval_fraction", "none"], "test")
+    file = file_of(tmp_path, "eval_fraction: 0.1\nmax_steps: 5\n")
+    assert given(f"--config {file}").eval_fraction == 0.1
+    found = given(f"--config {file} --eval_fraction none")
     assert found.eval_fraction is None and found.max_steps == 5

@@ -18,19 +18,8 @@ QUICK: list[tuple[str, dict[str, Any], str]] = [  # the last: what the line says
 FAMILIES = ("deepseek_v3", "gemma4_text", "gpt_oss", "granitemoehybrid", "kimi_linear", "lfm2_moe", "qwen3_5_text")
 VALUES = (0, 1, 3, None)
 SIZES = (
-    "size",
-    "dim",
-    "heads",
-    "rank",
-    "experts",
-    "group",
-    "layers",
-    "kernel",
-    "expand",
-    "window",
-    "replace",
-    "d_conv",
-)
+    "size", "dim", "heads", "rank", "experts", "group", "layers", "kernel", "expand", "window", "replace", "d_conv",
+)  # fmt: skip
 
 
 def write(folder: Path, model_type: str, changes: dict[str, Any]) -> str:

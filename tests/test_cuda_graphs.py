@@ -23,8 +23,8 @@ from lightseq.attention.cuda_graphs import RUNS_BEFORE_CAPTURE, GraphCache, is_s
 from lightseq.attention.executor import Executor, _backward_spec, _forward_spec
 from lightseq.attention.gathered import Gathered, gathered_elements
 from lightseq.attention.operator import attention
-from lightseq.comm.transport import Exchange, Outbox, base_transport_name
-from lightseq.comm.transport_choice import Blocking, WithoutCudaGraphs, make_transport
+from lightseq.comm.transport import base_transport_name
+from lightseq.comm.transport_choice import make_transport
 from lightseq.kernels.attention.base import KernelSpec
 from lightseq.kernels.attention.registry import KERNELS
 from lightseq.kernels.fused.launches import Launches
@@ -79,9 +79,10 @@ class _Passes:
             if self.breaks:
                 raise self.breaks("out of memory")
 
-    def run(self, places: str, rank: int = 0) -> None:
+    def run(self, *places: str, rank: int = 0, times: int = 1) -> None:
         run: Any = self.recordings.run
-        run(_Asked(rank), places, self._launch, self.launches, self)
+        for place in places * times:
+            run(_Asked(rank), place, self._launch, self.launches, self)
 
 
 class _Asked(NamedTuple):
@@ -118,12 +119,9 @@ ended: list[tuple[int, tuple[int, int]]] = []
 
 
 def test_a_pass_is_recorded_once_it_ran_in_the_same_memory(passes: _Passes) -> None:
-    for _ in range(RUNS_BEFORE_CAPTURE):
-        passes.run("here")
-        passes.run("there")
+    passes.run("here", "there", times=RUNS_BEFORE_CAPTURE)
     assert passes.launched == 2 * RUNS_BEFORE_CAPTURE and not passes.recordings.graphs
-    for _ in range(3):
-        passes.run("here")
+    passes.run("here", times=3)
     assert passes.launched == 2 * RUNS_BEFORE_CAPTURE and passes.again == 3
     ((recording, bytes_sent, launches),) = passes.recordings.graphs.values()
     assert (recording.replays, bytes_sent) == (3, 10)
@@ -135,12 +133,10 @@ def test_a_pass_is_recorded_once_it_ran_in_the_same_memory(passes: _Passes) -> N
 
 def test_the_recordings_and_the_passes_that_are_remembered_are_limited(passes: _Passes) -> None:
     with patch.object(cuda_graphs, "MAX_SEEN", 8), patch.object(cuda_graphs, "MAX_GRAPHS", 1):
-        for number in range(20):
-            passes.run(f"place {number}")
+        passes.run(*(f"place {number}" for number in range(20)))
         assert passes.launched == 20 and len(passes.recordings._seen) <= 8
-        for place in ("here", "there"):
-            for _ in range(RUNS_BEFORE_CAPTURE + 2):
-                passes.run(place)
+        passes.run("here", times=RUNS_BEFORE_CAPTURE + 2)
+        passes.run("there", times=RUNS_BEFORE_CAPTURE + 2)
     assert len(passes.recordings.graphs) == 1 and passes.launched == 20 + 2 * RUNS_BEFORE_CAPTURE + 2
 
 
@@ -148,8 +144,7 @@ def test_the_recordings_and_the_passes_that_are_remembered_are_limited(passes: _
 def test_passes_that_cannot_be_recorded_are_launched_and_rank_0_warns_once(passes: _Passes, rank: int) -> None:
     _Graph.refuses = True
     with pytest.warns(UserWarning, match="without CUDA graphs") if rank == 0 else nullcontext() as said:
-        for _ in range(2 * RUNS_BEFORE_CAPTURE + 2):
-            passes.run("here", rank)
+        passes.run("here", rank=rank, times=2 * RUNS_BEFORE_CAPTURE + 2)
     assert passes.launched == 2 * RUNS_BEFORE_CAPTURE + 2 and not passes.recordings.graphs
     assert passes.bytes_sent == 10 * passes.launched, "of a pass that was not recorded nothing counts"
     assert ended == [(0, (0, 0))], "or cached memory would never be given back again"
@@ -171,8 +166,7 @@ def _failed(_: int) -> tuple[int, list[str], int, list[float]]:
     passes._launch = run  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(2 * RUNS_BEFORE_CAPTURE + 2):
-            passes.run("here")
+        passes.run("here", times=2 * RUNS_BEFORE_CAPTURE + 2)
     with torch.cuda.stream(torch.cuda.Stream()):
         large = torch.empty(2**28, device="cuda")
     del large
@@ -214,8 +208,7 @@ def test_only_short_passes_without_merged_results_are_recorded(backward: bool) -
 
 def test_the_first_error_of_a_recording_is_reported_and_an_interrupt_is_raised(passes: _Passes) -> None:
     _Graph.refuses, passes.breaks = True, KeyboardInterrupt
-    for _ in range(RUNS_BEFORE_CAPTURE):
-        passes.run("here")
+    passes.run("here", times=RUNS_BEFORE_CAPTURE)
     with pytest.raises(KeyboardInterrupt):
         passes.run("here")
     passes.breaks = torch.OutOfMemoryError
@@ -226,21 +219,11 @@ def test_the_first_error_of_a_recording_is_reported_and_an_interrupt_is_raised(p
 def test_nothing_is_recorded_with_an_allocator_without_pools(passes: _Passes) -> None:
     with patch("torch.cuda.get_allocator_backend", lambda: "cudaMallocAsync"):
         passes.recordings = GraphCache()
-    for _ in range(RUNS_BEFORE_CAPTURE + 2):
-        passes.run("here")
+    passes.run("here", times=RUNS_BEFORE_CAPTURE + 2)
     assert passes.launched == RUNS_BEFORE_CAPTURE + 2
 
 
-def test_an_unrecorded_transport_differs_in_nothing_else() -> None:
-    opened = nullcontext(Outbox(torch.empty(1)))
-    carrier: Any = SimpleNamespace(
-        name="symmetric", fallback_reason="", supports_graphs=True, peer_view=lambda *_: 1, exchange=lambda _: 2,
-        outbox=lambda _: opened,
-    )  # fmt: skip
-    changed, blocking = WithoutCudaGraphs(carrier), Blocking(carrier)
-    assert (changed.name, changed.supports_graphs, blocking.supports_graphs) == ("symmetric-unrecorded", False, True)
-    assert changed.outbox(1) is opened and changed.peer_view(0, torch.empty(0)) == 1
-    assert changed.exchange(Exchange([], [])) == 2  # type: ignore[comparison-overlap]
+def test_suffixes_leave_the_name_of_a_transport() -> None:
     for name in ("auto", "auto-blocking", "auto-unrecorded", "auto-blocking-unrecorded"):
         assert base_transport_name(name) == "auto"
 

@@ -10,6 +10,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from cases import slow_except
 from programs import Ended, program
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -82,8 +83,11 @@ class Remembering(DeepSpeedEngine):
             save_file({name: tensor.clone() for name, tensor in masters.items()}, f"{config.output_dir}.masters")
 
 
-def write_settings(folder: Path, name: str) -> None:
-    (folder / f"{name}.json").write_text(json.dumps(FILES[name]))
+def write_settings(folder: Path, *names: str) -> Path:
+    """Writes inputs and DeepSpeed's settings."""
+    for name in names:
+        (folder / f"{name}.json").write_text(json.dumps(FILES[name]))
+    return write_inputs(folder)
 
 
 def run(rank: int, runs: list[str]) -> list[Ended]:
@@ -190,15 +194,13 @@ def train_missing(folder: Path, outputs: Iterable[str]) -> None:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quick outputs; slow tests add theirs."""
-    folder = write_inputs(tmp_path_factory.mktemp("deepspeed"))
-    for name in FILES:
-        write_settings(folder, name)
+    folder = write_settings(tmp_path_factory.mktemp("deepspeed"), *FILES)
     train_missing(folder, QUICK)
     return folder
 
 
-def slow_unless_quick(prefix: str, names: Iterable[str]) -> list[Any]:
-    return [name if prefix + name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def weights_of(files: Path, output: str, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return load_file(files / output / f"checkpoint-{step}" / "model.safetensors")  # type: ignore[no-any-return]
 
 
 def assert_equal_runs(files: Path, got: str, want: str, step: int = STEPS) -> None:
@@ -208,46 +210,39 @@ def assert_equal_runs(files: Path, got: str, want: str, step: int = STEPS) -> No
     for a, b in zip(mine, theirs, strict=True):
         for key in {"loss", "eval_loss", "grad_norm", "learning_rate", "valid_tokens"} & b.keys():
             assert a[key] == pytest.approx(b[key], rel=1e-5), (got, key, b["step"])
-    mine, theirs = (load_file(files / output / f"checkpoint-{step}" / "model.safetensors") for output in (got, want))
+    mine, theirs = (weights_of(files, output, step) for output in (got, want))
     assert mine.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert (mine[name] - tensor).norm() < 1e-5 * tensor.norm(), (got, name)
 
 
-@pytest.mark.parametrize("name", slow_unless_quick("", FILES))
+@pytest.mark.parametrize("name", slow_except(["zero3", "offload3"], FILES))
 def test_training_under_zero_equals_fsdp2(files: Path, name: str) -> None:
     train_missing(files, [name])
     assert_equal_runs(files, name, "fsdp2")
     norms = [record["grad_norm"] for record in read_records(files / name / "metrics.jsonl") if "loss" in record]
     assert all(norm > 0.5 for norm in norms), "nothing was clipped"
     stage = FILES[name]["zero_optimization"]["stage"]
-    offloaded = {
-        "offload2": ", offload_optimizer cpu",
-        "offload3": ", offload_optimizer cpu, offload_param cpu",
-    }
-    said = f"DeepSpeed ZeRO-{stage} over all ranks{offloaded.get(name, '')}"
+    moved = [key for key in ("offload_optimizer", "offload_param") if key in FILES[name]["zero_optimization"]]
+    said = ", ".join([f"DeepSpeed ZeRO-{stage} over all ranks", *(f"{key} cpu" for key in moved)])
     assert f"{said}\n" in (files / name / "said.txt").read_text()
     facts = json.loads((files / name / "run.json").read_text())
     assert facts["parameters"] == said and facts["deepspeed"]["gradient_clipping"] == 0.5
 
 
-@pytest.mark.parametrize("name", slow_unless_quick("resumed-", SAVED))
+@pytest.mark.parametrize("name", slow_except(["zero3"], SAVED))
 def test_a_resumed_run_equals_one_that_never_stopped(files: Path, name: str) -> None:
     train_missing(files, [name, f"resumed-{name}"])
     assert losses(files, f"resumed-{name}") == losses(files, name)[2:]  # to the bit
-    whole, resumed = (
-        load_file(files / output / f"checkpoint-{STEPS}" / "model.safetensors") for output in (name, f"resumed-{name}")
-    )
+    whole, resumed = weights_of(files, name), weights_of(files, f"resumed-{name}")
     assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
 
 
-@pytest.mark.parametrize("name", slow_unless_quick("betas-", SAVED))
+@pytest.mark.parametrize("name", slow_except([], SAVED))
 def test_a_resumed_run_has_the_optimizer_settings_of_its_flags(files: Path, name: str) -> None:
     train_missing(files, [name, f"betas-{name}", "betas-fsdp2"])
     assert_equal_runs(files, f"betas-{name}", "betas-fsdp2")
-    changed, before = (
-        load_file(files / run / f"checkpoint-{STEPS}" / "model.safetensors") for run in (f"betas-{name}", name)
-    )
+    changed, before = weights_of(files, f"betas-{name}"), weights_of(files, name)
     assert all(
         (changed[key] - tensor).norm() > 1e-4 * tensor.norm() for key, tensor in before.items() if tensor.ndim > 1
     )
@@ -275,7 +270,7 @@ def assert_fresh(masters: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_that_zero_skips_is_counted_and_noted(files: Path, stage: int) -> None:
     line = words(files, f"nonfinite{stage}", f"{COMMON} --deepspeed {files}/zero{stage}.json")
     ends = spawn(2, with_a_nonfinite_second_step, line)
@@ -285,7 +280,7 @@ def test_a_step_that_zero_skips_is_counted_and_noted(files: Path, stage: int) ->
     assert "step 2: a gradient is not finite; the step was skipped" in ends[0].out
 
 
-@pytest.mark.parametrize("name", slow_unless_quick("bf16-", SAVED))
+@pytest.mark.parametrize("name", slow_except([], SAVED))
 def test_bfloat16_under_zero_follows_fsdp2(files: Path, name: str) -> None:
     """Masters start from float32 and gradients add up in float32; what is left is the order of bfloat16 sums."""
     train_missing(files, ["bf16-fsdp2", f"bf16-{name}"])
@@ -312,9 +307,7 @@ def test_a_checkpoint_is_a_model_of_hugging_face(files: Path) -> None:
 @pytest.mark.slow
 def test_offload_leaves_room_for_deepspeed_in_host_memory(tmp_path: Path) -> None:
     runs = ["offload2", "offload3"]
-    write_inputs(tmp_path)
-    for name in runs:
-        write_settings(tmp_path, name)
+    write_settings(tmp_path, *runs)
     for ends in spawn(2, holding_on_the_host, tmp_path, runs):
         for left, held in ends:
             assert held <= left * 1.001 and left <= 1.25 * held, (left, held)
@@ -353,7 +346,6 @@ command.main(llama3.FAMILY, sys.argv[1:])
 
 
 def test_a_failed_save_of_one_rank_under_zero_ends_all_with_its_cause(tmp_path: Path) -> None:
-    write_inputs(tmp_path)
     write_settings(tmp_path, "zero3")
     (tmp_path / "disk.py").write_text(DISK)
     flags = f"--max_steps 1 --sequence_parallel_size 1 --step_timeout 30 --deepspeed {tmp_path}/zero3.json"
@@ -367,8 +359,7 @@ def test_a_failed_save_of_one_rank_under_zero_ends_all_with_its_cause(tmp_path: 
 
 @pytest.mark.slow
 def test_a_full_disk_keeps_no_rank_waiting_for_weights_to_gather(tmp_path: Path) -> None:
-    write_inputs(tmp_path)
-    (tmp_path / "zero3.json").write_text(json.dumps(FILES["zero3"]))
+    write_settings(tmp_path, "zero3")
     line = words(tmp_path, "full", f"{COMMON} --deepspeed {tmp_path}/zero3.json --step_timeout 20")
     ends = spawn(2, with_a_full_disk, line)
     assert [end.status for end in ends] == [1, 1]

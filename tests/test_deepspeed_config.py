@@ -16,7 +16,7 @@ HIDDEN, DATA_RANKS = 64, 2
 
 def settings(folder: Path, content: Any, **flags: Any) -> dict[str, Any]:
     """Returns the settings that DeepSpeed would get."""
-    (folder / "ds.json").write_text(json.dumps(content))
+    (folder / "ds.json").write_text(content if isinstance(content, str) else json.dumps(content))
     config = TrainConfig(
         model_name_or_path="m", data_path="d", output_dir="o", deepspeed=str(folder / "ds.json"), **flags
     )
@@ -29,9 +29,8 @@ def zero(stage: int = 2, **more: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **more}}
 
 
-def test_without_the_flag_there_are_no_settings() -> None:
-    config = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o")
-    assert deepspeed_settings(config, DATA_RANKS, HIDDEN) is None
+def adamw(**params: Any) -> dict[str, Any]:
+    return zero() | {"optimizer": {"type": "AdamW", "params": params}}
 
 
 @pytest.mark.parametrize("value", ["auto", None])
@@ -60,7 +59,8 @@ def test_values_in_the_deepspeed_file_stay(tmp_path: Path) -> None:
 def test_an_optimizer_section_that_agrees_with_the_flags_is_accepted(tmp_path: Path) -> None:
     params = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": "auto", "weight_decay": 0.1}
     for kind in ("Adam", "AdamW"):
-        content = zero() | {"optimizer": {"type": kind, "params": params}}
+        content = adamw(**params)
+        content["optimizer"]["type"] = kind
         assert "optimizer" not in settings(tmp_path, content, learning_rate=1e-3, weight_decay=0.1)
     content["optimizer"]["params"] |= {"betas": [0.8, 0.95], "eps": 1e-6}
     adam = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
@@ -70,6 +70,7 @@ def test_an_optimizer_section_that_agrees_with_the_flags_is_accepted(tmp_path: P
 @pytest.mark.parametrize(
     ("content", "flags", "parts"),
     [
+        ("{", {}, [" cannot be read (Expecting ", "); give a DeepSpeed JSON file"]),
         ([], {}, ["is not a JSON object; give a DeepSpeed JSON file"]),
         ({}, {}, ["zero_optimization has no stage; give 1, 2 or 3", "--fsdp"]),
         (zero(0), {}, ["zero_optimization has stage 0; give 1, 2 or 3"]),
@@ -84,47 +85,26 @@ def test_an_optimizer_section_that_agrees_with_the_flags_is_accepted(tmp_path: P
         (zero() | {"no_such": 1}, {}, ["no_such is not supported (it would have no effect); remove it"]),
         (zero(offload_optimizer={"device": "disk"}), {}, ["offload_optimizer has the device 'disk'; give cpu or none"]),
         (zero(3, offload_param={"device": "nvme"}), {}, ["offload_param to 'nvme' is not supported; give cpu"]),
-        (
-            zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/x"}), {},
-            ["offload_optimizer to 'nvme' is not supported; give cpu, or use --offload"],
-        ),
+        (zero(3, offload_optimizer={"device": "nvme"}), {}, ["offload_optimizer to 'nvme' is not", "or use --offload"]),
         (zero() | {"aio": {}}, {}, ["aio is not supported (it would have no effect); remove it"]),
         (zero(offload_param={"device": "cpu"}), {}, ["offload_param needs stage 3, not 2"]),
         (zero() | {"zero_force_ds_cpu_optimizer": True}, {}, ["zero_force_ds_cpu_optimizer is true", "give false"]),
         (zero() | {"gradient_clipping": 0.5}, {}, ["gradient_clipping is 0.5, but --max_grad_norm is 1.0", '"auto"']),
         (zero() | {"bf16": {"enabled": True}}, {}, ["bf16.enabled is true, but --bf16 is false; make them equal"]),
         (zero() | {"fp16": {"enabled": False}}, {"fp16": True}, ["fp16.enabled is false, but --fp16 is true"]),
-        (
-            zero() | {"train_micro_batch_size_per_gpu": 2}, {},
-            ["train_micro_batch_size_per_gpu is 2, but --per_device_train_batch_size is 1"],
-        ),
+        (zero() | {"train_micro_batch_size_per_gpu": 2}, {}, ["is 2, but --per_device_train_batch_size is 1"]),
         (
             zero() | {"train_batch_size": 16}, {"gradient_accumulation_steps": 4},
             ["train_batch_size is 16, but --per_device_train_batch_size 1 x --gradient_accumulation_steps 4 x 2 data"
              " ranks is 8; make them equal"],
         ),
-        (
-            zero() | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {},
-            ["optimizer.params: lr is 0.001, but --learning_rate is 5e-05; make them equal"],
-        ),
-        (
-            zero() | {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}}, {},
-            ["betas is [0.9, 0.95], but [--adam_beta1, --adam_beta2] is [0.9, 0.999]; make them equal"],
-        ),
-        (
-            zero() | {"optimizer": {"type": "AdamW", "params": {"eps": 1e-8}}}, {"adam_epsilon": 1e-6},
-            ["eps is 1e-08, but --adam_epsilon is 1e-06; make them equal"],
-        ),
+        (adamw(lr=1e-3), {}, ["optimizer.params: lr is 0.001, but --learning_rate is 5e-05; make them equal"]),
+        (adamw(betas=[0.9, 0.95]), {}, ["betas is [0.9, 0.95], but [--adam_beta1, --adam_beta2] is [0.9, 0.999]"]),
+        (adamw(eps=1e-8), {"adam_epsilon": 1e-6}, ["eps is 1e-08, but --adam_epsilon is 1e-06; make them equal"]),
         (zero() | {"optimizer": {"type": "Lamb"}}, {}, ['optimizer is {"type": "Lamb"}; give AdamW, or remove']),
-        (
-            zero() | {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, {},
-            ["give AdamW, or remove it and use --optim"],
-        ),
+        (zero() | {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, {}, ["give AdamW, or remove it"]),
         (zero() | {"optimizer": {"type": "AdamW"}}, {"optim": "sgd"}, ["optimizer is AdamW, but --optim is sgd"]),
-        (
-            zero() | {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, {},
-            ["optimizer.params.amsgrad is not supported; remove it"],
-        ),
+        (adamw(amsgrad=True), {}, ["optimizer.params.amsgrad is not supported; remove it"]),
         (zero(allgather_bucket_size="auto"), {}, ['allgather_bucket_size is "auto", but no flag sets it']),
         (zero(3), {"torch_compile": True}, ["--torch_compile does not run with ZeRO-3; use stage 1 or 2"]),
     ],
@@ -137,13 +117,6 @@ def test_unsupported_values_in_the_deepspeed_file_are_refused(
     assert str(refusal.value).startswith(f"--deepspeed {tmp_path}/ds.json") and "\n" not in str(refusal.value)
     for part in parts:
         assert part in str(refusal.value)
-
-
-def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text("{")
-    config = TrainConfig(model_name_or_path="m", data_path="d", output_dir="o", deepspeed=str(tmp_path / "ds.json"))
-    with pytest.raises(ValueError, match=r"ds.json cannot be read \(Expecting .*\); give a DeepSpeed JSON file"):
-        deepspeed_settings(config, DATA_RANKS, HIDDEN)
 
 
 def test_a_checkpoint_resumes_under_the_engine_and_ranks_that_saved_it(tmp_path: Path) -> None:

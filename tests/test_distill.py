@@ -167,10 +167,8 @@ def sharded(rank: int, ties: tuple[bool, ...]) -> None:
     """Under FSDP2 the head of the teacher is gathered for its own forward pass only."""
     for tied in ties:
         student, teacher, measure = models_of("llama")
-        if tied:
-            student.lm_head.weight, teacher.lm_head.weight = (
-                x.get_input_embeddings().weight for x in (student, teacher)
-            )
+        for model in (student, teacher) if tied else ():
+            model.lm_head.weight = model.get_input_embeddings().weight
         want, plain_teacher = copy.deepcopy(student), copy.deepcopy(teacher)
         context = hf.enable(student)
         hf.enable_beside(teacher, context)
@@ -287,6 +285,7 @@ def test_what_no_divergence_can_take_is_refused_in_one_line(alone: None) -> None
     for options, line in (
         ({"kind": "kl"}, "divergence 'kl' is unknown; choose one of forward, reverse, jsd"),
         ({"temperature": 0.0}, "temperature is 0.0; give a number above 0"),
+        ({"kind": "jsd", "beta": 0.0}, "beta is 0.0; give a number above 0 and below 1"),
         ({"kind": "jsd", "beta": 1.0}, "beta is 1.0; give a number above 0 and below 1"),
     ):
         with pytest.raises(ValueError, match=line):
@@ -302,7 +301,5 @@ def test_what_no_divergence_can_take_is_refused_in_one_line(alone: None) -> None
         larger.divergence()
     scaled: Any = [ScalesInPlace(ScalesInPlace.config_class(**SIZES)).eval() for _ in range(2)]
     for pair, role in (((scaled[0], tiny("llama")), "student"), ((tiny("llama"), scaled[1]), "teacher")):
-        with pytest.raises(
-            ValueError, match=f"{role}: ScalesInPlace has a forward of its own; hf.divergence needs a l"
-        ):
+        with pytest.raises(ValueError, match=f"{role}: ScalesInPlace has a forward of its own; hf.divergence needs"):
             Enabled(*pair).divergence()

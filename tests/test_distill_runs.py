@@ -275,18 +275,9 @@ def test_wrong_teachers_are_refused_in_one_line_before_anything_starts(files: Pa
         ("--teacher nowhere/at/all", "--teacher nowhere/at/all"),
         (f"--teacher {tmp_path}/empty", f"--teacher {tmp_path}/empty is a directory without config.json"),
         ("--teacher llama3-8b", "--teacher llama3-8b is a preset, which has no weights; give a directory"),
-        (
-            f"--teacher {files}/larger",
-            "has a vocabulary of 72 tokens, but --model_name_or_path .* one of 64; give a",
-        ),
-        (
-            f"--teacher {tmp_path}/gemma",
-            "has sliding windows, which not every schedule supports; add --sch",
-        ),
-        (
-            "--model_max_length 100000000 --objective next_token",
-            "--teacher .* applies to --objective distill",
-        ),
+        (f"--teacher {files}/larger", "has a vocabulary of 72 tokens, but --model_name_or_path .* one of 64; give a"),
+        (f"--teacher {tmp_path}/gemma", "has sliding windows, which not every schedule supports; add --sch"),
+        ("--model_max_length 100000000 --objective next_token", "--teacher .* applies to --objective distill"),
         ("--distill_temperature 0", "--distill_temperature 0"),
         ("--distill_kind jsd --distill_beta 1", "--distill_beta 1.0: give a number above 0 and below 1"),
         ("--distill_kind forward --distill_beta 0.3", "--distill_beta 0.3 applies to --distill_kind jsd, not forward;"),

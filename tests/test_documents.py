@@ -148,13 +148,6 @@ def test_chunks_are_shared_out_as_well_as_trying_everything_would() -> None:
     assert imbalance(np.array([1, 1, 1, 9]), assign_chunks(np.array([1, 1, 1, 9]), 2)) == 10 / 6  # two chunks for each
 
 
-def test_areas_and_positions_are_counted_per_document() -> None:
-    nodes = Nodes((0, 1, 5, 12))
-    assert nodes.positions().tolist() == [0, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]
-    pairs = np.cumsum(nodes.positions() + 1)
-    assert nodes.area_before(np.arange(13)).tolist() == [0, *pairs.tolist()]
-
-
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 

@@ -99,10 +99,7 @@ def test_ranks_wait_for_the_explanation_but_not_for_ever(explaining: float, othe
     [
         ("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere", "CUDA error: out of memory"),
         ("Triton Error [CUDA]: out of memory", "Triton Error [CUDA]: out of memory"),
-        (
-            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        ),
+        (*["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"] * 2,),
         ("NCCL error in: x.cpp\nLast error:\nCuda failure 2 'out of memory'", "Cuda failure 2 'out of memory'"),
         ("CUDA error: an illegal memory access was encountered", None),
     ],

@@ -77,14 +77,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     root = tmp_path_factory.mktemp("evaluate")
     torch.manual_seed(0)
     with torch.no_grad():
-        model = LlamaForCausalLM(CONFIG)
-        for parameter in model.parameters():
-            parameter.mul_(3)  # so that what is predicted differs from place to place
-        spelling = LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), "vocab_size": 257}))
-        for parameter in spelling.parameters():
-            parameter.mul_(3)
-    model.save_pretrained(root / "model")
-    spelling.save_pretrained(root / "bytes")
+        for name, size in (("model", VOCABULARY), ("bytes", 257)):
+            model = LlamaForCausalLM(LlamaConfig(**CONFIG.to_dict() | {"vocab_size": size}))
+            for parameter in model.parameters():
+                parameter.mul_(3)  # so that what is predicted differs from place to place
+            model.save_pretrained(root / name)
     finder().save_pretrained(root / "finder")
     text = {"text": "It was a bright cold day in April, and the clocks were striking thirteen. " * 6}
     (root / "text.jsonl").write_text(json.dumps(text) + "\n")
@@ -386,10 +383,7 @@ REFUSED = {
     "four bits": (f"{GOOD} --lora_rank 4 --load_in_4bit True", ("--load_in_4bit True", "leave it out")),
     "no target": ("--data_path {root}/targetless.pkl", ("targetless.pkl has no target", "-100")),
     "data past the vocabulary": ("--data_path {root}/outside.pkl", ("token id 64", "vocabulary of 64")),
-    "a needle past the vocabulary": (
-        f"{SEARCH} --lengths 300 --tokenizer byte",
-        ("the needle has token id", "vocabulary of 64"),
-    ),
+    "a needle past the vocabulary": (f"{SEARCH} --lengths 300 --tokenizer byte", ("the needle has token id", "of 64")),
     "a needle that does not fit": (f"{SEARCH} --lengths 61,3", ("--lengths 3", "take 4 tokens")),
     "a depth outside": (f"{SEARCH} --depths 0,1.5", ("--depths 0,1.5", "from 0 to 1")),
     "no depth": (f"{SEARCH} --depths low", ("--depths low", "from 0 to 1")),

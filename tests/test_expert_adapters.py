@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_training import plain_losses
 from programs import programs
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -25,13 +26,11 @@ from worlds import spawn
 from lightseq.architecture.flops import count_adapter_parameters
 from lightseq.cli import main as lightseq
 from lightseq.config.command_line import parse
-from lightseq.data.batches import permutation
 from lightseq.models.weights import base_parameters
 from lightseq.parts import adapters
 from lightseq.parts.adapter_targets import find_targets
 from lightseq.parts.changes import Changes
 from lightseq.parts.chosen_experts import build_to_train
-from lightseq.parts.expert_adapters import ExpertAdapter
 from lightseq.parts.experts import use_grouped_experts
 from lightseq.parts.fp8 import to_fp8
 from lightseq.training.metrics import read_records
@@ -126,15 +125,6 @@ def test_losses_and_gradients_equal_pefts(family: str, monkeypatch: pytest.Monke
             torch.testing.assert_close(model(input_ids=ids).logits, theirs(input_ids=ids).logits)
 
 
-def test_a_product_takes_no_weight_of_the_experts_size() -> None:
-    """64 inputs and outputs, rank 2: every tensor of the pass is thin."""
-    a, b = torch.randn(3, 2, 64), torch.randn(3, 64, 2)
-    x, ends = torch.randn(5, 64), torch.tensor([2, 2, 5], dtype=torch.int32)
-    product = ExpertAdapter(a, b, 0.5).product(x, ends)
-    expected = torch.cat([0.5 * x[:2] @ a[0].T @ b[0].T, 0.5 * x[2:] @ a[2].T @ b[2].T])
-    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-4)
-
-
 @pytest.mark.compat("5.20")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_merged_weights_equal_pefts(family: str, tmp_path: Path) -> None:
@@ -215,16 +205,7 @@ def test_fp8_leaves_experts_and_routers() -> None:
 def peft_losses(model: Any, data: list[list[int]]) -> list[float]:
     """Returns the losses of every step, by peft and plain torch."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-2, weight_decay=0.0)
-    losses = []
-    for step in range(STEPS):
-        ids = torch.tensor([data[permutation(len(data), 42, 0)[step]]])
-        loss = model(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return plain_losses(model, data, STEPS, optimizer)[:-1]
 
 
 def logits(model: Any) -> Tensor:

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition
+from programs import refusal
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from worlds import spawn
 
@@ -135,7 +136,7 @@ def test_facts_count_the_chosen_experts_and_the_shared_one() -> None:
     dense, sparse, *_ = inspect_architecture(config).layers
     attention, router, expert = 32 * 32 * 2 + 2 * 32 * 16, 4 * 32, 3 * 32 * 48
     assert dense.experts is None and dense.active == attention + expert
-    assert sparse.experts is not None and sparse.experts.weights == 4 * expert
+    assert sparse.experts is not None and (sparse.experts.weights, sparse.experts.active) == (4 * expert, 2 * expert)
     assert sparse.active == attention + router + expert + 2 * expert
 
 
@@ -243,17 +244,15 @@ def test_routers_that_a_model_keeps_in_float32_compute_and_train_in_it() -> None
 
 
 @pytest.mark.parametrize(
-    ("model_type", "size", "line"),
+    ("model_type", "flag", "line"),
     [
-        ("qwen3_moe", 3, "3 does not divide the 4 experts of Qwen3MoeForCausalLM"),
-        ("llama", 2, "LlamaForCausalLM has no"),
+        ("llama", "--expert_parallel_size", "ForCausalLM has no"),
+        ("qwen3_moe", "--layers_per_checkpoint", "--layers_per_checkpoint 2 does not work with experts"),
     ],
 )
-def test_expert_parallel_sizes_that_do_not_fit_are_refused(model_type: str, size: int, line: str) -> None:
+def test_flags_that_do_not_fit_the_layers_are_refused(model_type: str, flag: str, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        check_layers(
-            parse([*NEEDED, "--expert_parallel_size", str(size)], ""), inspect_architecture(tiny_config(model_type))
-        )
+        check_layers(parse([*NEEDED, flag, "2"], ""), inspect_architecture(tiny_config(model_type)))
 
 
 @pytest.mark.parametrize(
@@ -266,12 +265,11 @@ def test_expert_parallel_sizes_that_do_not_fit_are_refused(model_type: str, size
     ],
 )
 def test_the_plan_refuses_expert_parallel_sizes_as_training_does(
-    gpus: str, size: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpus: str, size: int, line: str, tmp_path: Path
 ) -> None:
     tiny_config("qwen3_moe").save_pretrained(tmp_path)
     words = f"--model_name_or_path {tmp_path} --bf16 --model_max_length 256 {gpus} --expert_parallel_size {size}"
-    assert main(["plan", *words.split()]) == 2
-    assert line in capsys.readouterr().err
+    assert line in refusal(main, "plan", *words.split())
 
 
 def test_experts_of_an_old_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,29 +287,11 @@ def test_deepspeed_is_refused_where_a_router_stays_in_float32(tmp_path: Path) ->
     flags = [*NEEDED, "--deepspeed", str(tmp_path / "zero.json")]
     architecture = inspect_architecture(tiny_config("glm4_moe"))
     check_layers(parse(flags, ""), architecture)  # all weights are in float32
-    with pytest.raises(
-        ValueError, match=r"computes all weights in bfloat16, but Glm4MoeForCausalLM keeps .*gate.weight"
-    ):
+    with pytest.raises(ValueError, match=r"computes all weights in bfloat16, but Glm4MoeForCausalLM keeps .*gate.we"):
         check_layers(parse([*flags, "--bf16"], ""), architecture)
-
-
-def test_groups_of_layers_with_experts_are_refused() -> None:
-    architecture = inspect_architecture(tiny_config("qwen3_moe"))
-    with pytest.raises(ValueError, match="--layers_per_checkpoint 2 does not work with experts"):
-        check_layers(parse([*NEEDED, "--layers_per_checkpoint", "2"], ""), architecture)
 
 
 @pytest.mark.parametrize(("model_type", "noise"), [("phimoe", {}), ("mixtral", {"router_jitter_noise": 0.1})])
 def test_layers_that_draw_random_numbers_are_refused(model_type: str, noise: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="draws random numbers in its layers"):
         inspect_architecture(tiny_config(model_type, **noise))
-
-
-def test_facts_count_the_experts_that_a_token_chooses() -> None:
-    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 32}
-    config = CONFIG_MAPPING["mixtral"](**sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
-    (layer,) = inspect_architecture(config).layers
-    assert layer.experts is not None
-    attention, router, expert = 64 * 64 * 2 + 2 * 64 * 32, 8 * 64, 3 * 64 * 32
-    assert layer.experts.weights == 8 * expert and layer.experts.active == 2 * expert
-    assert layer.linears == attention and layer.active == attention + router + 2 * expert

@@ -34,6 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi 3: fused projections": ("phi3", {}),
     "Granite: scaled logits": ("granite", {}),
     "Cohere 2: windows, layers without RoPE, norms beside": ("cohere2", {}),
+    "Gemma 2: windows, capped scores and logits": ("gemma2", {}),
     "Gemma 3: windows, inside a composite": ("gemma3", {}),
     "Mistral 3: inside a composite": ("mistral3", {}),
     "Qwen 3 VL: inside a composite": ("qwen3_vl", {}),

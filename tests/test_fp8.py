@@ -1,6 +1,7 @@
 """Linear layers in FP8: which ones, on which hardware, and that training with the rounding emulated stays on course."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -115,19 +116,14 @@ def test_compiled_layers_recompute_the_queries_and_keys_that_they_had(
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_hardware_without_fp8_is_refused_by_name(recipe: str) -> None:
+def test_hardware_without_fp8_or_rowwise_kernels_is_refused_by_name(recipe: str) -> None:
     for name, capability in (("NVIDIA L40S", (8, 9)), ("NVIDIA H200", (9, 0)), ("NVIDIA B200", (10, 0))):
         check_hardware(recipe, name, capability)
-    with pytest.raises(
-        ValueError, match=f"--fp8 {recipe} needs .* 8.9 or newer, but NVIDIA A100 has no FP8; leave it out"
-    ):
+    with pytest.raises(ValueError, match=f"--fp8 {recipe} needs .* 8.9 or newer, but NVIDIA A100 has no FP8; leave it"):
         check_hardware(recipe, "NVIDIA A100", (8, 0))
-
-
-def test_a_chip_without_rowwise_kernels_is_sent_to_tensorwise() -> None:
-    check_hardware("tensorwise", "NVIDIA RTX PRO 6000", (12, 0))
-    with pytest.raises(ValueError, match="no kernel for NVIDIA RTX PRO 6000; use --fp8 tensorwise"):
-        check_hardware("rowwise", "NVIDIA RTX PRO 6000", (12, 0))
+    fails = recipe == "rowwise"
+    with pytest.raises(ValueError, match="kernel for NVIDIA RTX PRO 6000; use --fp8 ten") if fails else nullcontext():
+        check_hardware(recipe, "NVIDIA RTX PRO 6000", (12, 0))
 
 
 def test_sizes_that_the_kernels_do_not_take_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from lightseq.kernels.attention.lse_merge import merge
 from lightseq.kernels.fused import launches
-from lightseq.kernels.fused.launches import Launch, Launches, addresses
+from lightseq.kernels.fused.launches import Launches, addresses
 
 BATCH, LENGTH = 2, 3
 WIDTHS = [(3, 20), (2, 24), (17, 64)]  # heads and head dim, never a power of two together; the last: two programs a row
@@ -193,51 +192,12 @@ def test_compiled_kernels_do_what_torch_does(check: Callable) -> None:
     check("cuda")
 
 
-def test_a_prepared_launch_looks_up_its_kernel_once() -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    class Compiled:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *arguments: calls.append((grid, arguments))
-
-    class Kernel(Compiled):
-        found: Compiled | None = Compiled()
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-            def launch(*arguments: Any, **options: Any) -> Compiled | None:
-                calls.append((grid, arguments, options))
-                return self.found
-
-            return launch
-
-    launch = Launch(Kernel(), (3, 1, 1), ("table", 7), {"ROWS": 2, "WIDE": True}, num_warps=4)
-    first = (3, 1, 1), ("table", 7), {"ROWS": 2, "WIDE": True, "num_warps": 4}
-    again = (3, 1, 1), ("table", 7, 2, True)  # as the signature has them
-    for _ in range(3):
-        launch()
-    assert calls == [first, again, again]
-    x = torch.zeros(1)
-    launch(x)
-    assert calls[-1] == ((3, 1, 1), (x, "table", 7, 2, True))
-    calls.clear()
-    Kernel.found = None  # as Triton's interpreter
-    launch = Launch(Kernel(), (3, 1, 1), ("table", 7), {"ROWS": 2, "WIDE": True}, num_warps=4)
-    for _ in range(2):
-        launch()
-    assert calls == [first, first]
-
-
 @pytest.mark.parametrize(
-    ("file", "prepared_by", "kernel"),
-    [
-        ("copies", "copy_launch", "_copy"),
-        ("copies", "add_launch", "_add"),
-        ("copies", "_merge_launch", "_merge"),
-    ],
+    ("prepared_by", "kernel"), [("copy_launch", "_copy"), ("add_launch", "_add"), ("_merge_launch", "_merge")]
 )
-def test_constants_are_named_in_the_order_of_the_kernels_signature(file: str, prepared_by: str, kernel: str) -> None:
+def test_constants_are_named_in_the_order_of_the_kernels_signature(prepared_by: str, kernel: str) -> None:
     """For the second launch hands them over without their names."""
-    source = Path(launches.__file__).with_name(f"{file}.py").read_text(encoding="utf-8")
+    source = Path(launches.__file__).with_name("copies.py").read_text(encoding="utf-8")
     functions = {f.name: f for f in ast.parse(source).body if isinstance(f, ast.FunctionDef)}
     arguments = functions[kernel].args.args
     constants = [x.arg for x in arguments if x.annotation is not None]

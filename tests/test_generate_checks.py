@@ -15,7 +15,7 @@ import pytest
 import torch
 from byte_level import CHATML, byte_level
 from peft import LoraConfig, get_peft_model
-from programs import alone
+from programs import alone, refusal, shown
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -161,10 +161,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "activation": (settings("config.json", hidden_act="foo"), "transformers: hidden_act is 'foo'; correct it"),
     "rope": (settings("config.json", rope_parameters={"rope_type": "foo", "rope_theta": 1e4}), "rope_type is 'foo'"),
     "dtype": (settings("config.json", dtype="float99"), "config.json cannot be loaded by transformers: "),
-    "large end id": (
-        settings("generation_config.json", eos_token_id=2**40),
-        "eos_token_id is 1099511627776, not an id",
-    ),
+    "large end id": (settings("generation_config.json", eos_token_id=2**40), "eos_token_id is 1099511627776, not an"),
     "end ids": (settings("generation_config.json", eos_token_id="a"), "eos_token_id is 'a', not an id"),
 }
 ADAPTER_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -175,42 +172,33 @@ ADAPTER_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "NaN": (rewritten(lambda x: [each.fill_(math.nan) for each in x.values()]), "holds NaN"),
     "missing": (rewritten(lambda x: x.pop(min(x))), "adapter_model.safetensors lacks base_model.model.model.layers.0"),
     "base": (settings("adapter_config.json", base_model_name_or_path=None), "does not name its base model"),
-    "lost base": (
-        settings("adapter_config.json", base_model_name_or_path="/no/where"),
-        "/no/where cannot be fetched (",
-    ),
+    "lost base": (settings("adapter_config.json", base_model_name_or_path="/no/where"), "/no/where cannot be fetched"),
     "rank": (settings("adapter_config.json", r=3), "2, 32]"),
 }
 
 
-def refused(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and not shown.out, shown
-    assert reason in shown.err
-
-
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_model_is_one_line(
-    name: str, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_model_is_one_line(name: str, plain: Path, tmp_path: Path) -> None:
     damage, reason = DAMAGE[name]
     damage(shutil.copytree(plain, tmp_path / "model"))
-    refused(generated(tmp_path / "model"), reason, capsys)
+    assert reason in refusal(main, *generated(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("name", ADAPTER_DAMAGE)
-def test_a_damaged_adapter_is_one_line(
-    name: str, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_adapter_is_one_line(name: str, adapter: Path, tmp_path: Path) -> None:
     damage, reason = ADAPTER_DAMAGE[name]
     damage(shutil.copytree(adapter, tmp_path / "adapter"))
-    refused(generated(tmp_path / "adapter"), reason, capsys)
+    assert reason in refusal(main, *generated(tmp_path / "adapter"))
+    if name == "lost base":
+        remedy = f"edit base_model_name_or_path in {tmp_path}/adapter/adapter_config.json, or merge the adapter with"
+        assert remedy in refusal(main, *generated(tmp_path / "adapter"))
     if name != "missing":
-        refused(["merge", "--adapter", f"{tmp_path}/adapter", "--output_dir", f"{tmp_path}/merged"], reason, capsys)
+        assert reason in refusal(
+            main, "merge", "--adapter", f"{tmp_path}/adapter", "--output_dir", f"{tmp_path}/merged"
+        )
 
 
-@pytest.mark.parametrize("name", ["truncated", "empty", "huge header"])
+@pytest.mark.parametrize("name", ["truncated", "NaN"])
 def test_training_does_not_start_from_a_damaged_adapter(name: str, plain: Path, adapter: Path, tmp_path: Path) -> None:
     damage, reason = ADAPTER_DAMAGE[name]
     damage(shutil.copytree(adapter, tmp_path / "adapter"))
@@ -224,13 +212,11 @@ def test_training_does_not_start_from_a_damaged_adapter(name: str, plain: Path, 
 
 
 @pytest.mark.parametrize("name", ["truncated", "missing", "NaN"])
-def test_an_adapter_is_not_merged_into_a_damaged_model(
-    name: str, plain: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_is_not_merged_into_a_damaged_model(name: str, plain: Path, adapter: Path, tmp_path: Path) -> None:
     damage, reason = DAMAGE[name]
     damage(shutil.copytree(plain, tmp_path / "base"))
     words = ["merge", "--adapter", f"{adapter}", "--output_dir", f"{tmp_path}/merged"]
-    refused([*words, "--model_name_or_path", f"{tmp_path}/base"], reason, capsys)
+    assert reason in refusal(main, *words, "--model_name_or_path", f"{tmp_path}/base")
     assert not (tmp_path / "merged").exists()
 
 
@@ -239,9 +225,7 @@ def test_numbers_that_are_not_finite_are_not_evaluated(plain: Path, tmp_path: Pa
     DAMAGE["NaN"][0](shutil.copytree(plain, tmp_path / "model"))
     (tmp_path / "data.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7, 8]}))
     words = f"evaluate --model_name_or_path {tmp_path}/model --data_path {tmp_path}/data.jsonl --model_max_length 8"
-    (done,) = forked.World(
-        1, f"-m lightseq {words} --output_dir {tmp_path}/out --data_cache {tmp_path}/cache", tmp_path
-    ).end()
+    done = forked.run(f"-m lightseq {words} --output_dir {tmp_path}/out --data_cache {tmp_path}/cache", tmp_path)
     assert done.returncode == 2 and "holds NaN; copy or download the weights again" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -257,28 +241,16 @@ def test_numbers_that_are_not_finite_are_not_evaluated(plain: Path, tmp_path: Pa
     ids=str,
 )
 def test_an_adapter_of_peft_is_generated_with(
-    asked: dict[str, Any],
-    plain: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    recwarn: pytest.WarningsRecorder,
+    asked: dict, plain: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     made = get_peft_model(LlamaForCausalLM.from_pretrained(plain), LoraConfig(r=2, init_lora_weights=False, **asked))
     made.save_pretrained(tmp_path)
     warnings.simplefilter("always")  # until `recwarn` ends
     recwarn.clear()
-    assert main(generated(tmp_path)) == 0
+    found = shown(main, *generated(tmp_path))
     assert not [str(warning.message) for warning in recwarn if issubclass(warning.category, FutureWarning)]
     (ids,) = made.generate(torch.tensor([[2, *encoded("hi")]]), max_new_tokens=4, do_sample=False).tolist()
-    assert capsys.readouterr().out == byte_level().decode(ids) + "\n"
-
-
-def test_an_adapter_without_its_base_says_where_to_name_one(
-    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ADAPTER_DAMAGE["lost base"][0](shutil.copytree(adapter, tmp_path / "adapter"))
-    remedy = f"edit base_model_name_or_path in {tmp_path}/adapter/adapter_config.json, or merge the adapter with"
-    refused(generated(tmp_path / "adapter"), remedy, capsys)
+    assert found == byte_level().decode(ids) + "\n"
 
 
 RESULTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -294,30 +266,26 @@ RESULTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_
     ],
     ids=str,
 )
-def test_valid_settings_for_generation_leave_the_text_as_it_is(
-    asked: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_valid_settings_for_generation_leave_the_text_as_it_is(asked: dict[str, Any], tmp_path: Path) -> None:
     folder = save(llama(), tmp_path, CHATML)
-    assert main(generated(folder)) == 0
-    expected = capsys.readouterr().out
+    expected = shown(main, *generated(folder))
     settings("generation_config.json", **asked)(folder)
-    assert main(generated(folder)) == 0
-    assert capsys.readouterr().out == expected
+    assert shown(main, *generated(folder)) == expected
 
 
-def test_a_class_that_cannot_generate_is_named_with_the_reason(
-    plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_class_that_cannot_generate_is_named_with_the_reason(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise AttributeError("no attribute 'image_outputs'")
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
     reason = "cannot generate with LlamaForCausalLM (AttributeError: no attribute 'image_outputs'); give another model"
-    refused(generated(plain), reason, capsys)
+    assert reason in refusal(main, *generated(plain))
 
 
-def test_an_unpaired_surrogate_in_a_prompt_is_one_line(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(generated(plain, prompt="a\udcff"), "--prompt: character 1 is \\udcff, an unpaired surrogate", capsys)
+def test_an_unpaired_surrogate_in_a_prompt_is_one_line(plain: Path) -> None:
+    assert "--prompt: character 1 is \\udcff, an unpaired surrogate" in refusal(
+        main, *generated(plain, prompt="a\udcff")
+    )
 
 
 @pytest.mark.parametrize(
@@ -329,13 +297,12 @@ def test_an_unpaired_surrogate_in_a_prompt_is_one_line(plain: Path, capsys: pyte
     ],
 )
 def test_a_model_without_a_part_or_with_another_shape_of_it_is_one_line(
-    kind: str, part: str, change: Any, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, part: str, change: Any, reason: str, tmp_path: Path
 ) -> None:
     config = tiny_config(kind)
     config.vocab_size = 300
     folder = save(model_class(config)._from_config(config), tmp_path)
-    assert main(generated(folder)) == 0, capsys.readouterr().err
-    capsys.readouterr()
+    assert shown(main, *generated(folder))
 
     def alter(tensors: dict[str, torch.Tensor]) -> None:
         name = next(name for name in sorted(tensors) if part in name)
@@ -344,7 +311,7 @@ def test_a_model_without_a_part_or_with_another_shape_of_it_is_one_line(
             tensors[name] = change(whole).contiguous()
 
     rewritten(alter)(folder)
-    refused(generated(folder), reason, capsys)
+    assert reason in refusal(main, *generated(folder))
 
 
 def test_a_loaded_model_equals_the_one_of_transformers(tmp_path: Path) -> None:
@@ -375,7 +342,4 @@ def test_no_other_weights_are_cast_to_float16(plain: Path) -> None:
     model = load_pretrained(plain, CPU)
     assert not to_float16(model) and model.dtype is torch.float32
     model = model.bfloat16()
-    assert to_float16(model) and {x.dtype for x in (*model.parameters(), *model.buffers())} <= {
-        torch.float16,
-        torch.float32,
-    }
+    assert to_float16(model) and all(x.dtype != torch.bfloat16 for x in (*model.parameters(), *model.buffers()))

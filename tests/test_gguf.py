@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import refusal
 
 from lightseq.cli import main as lightseq
 from lightseq.tools.gguf import ADAPTER, CONVERTER
@@ -57,7 +58,7 @@ def test_a_converter_on_the_path_is_found(llama_cpp: Path, tmp_path: Path, monke
 
 
 def test_what_cannot_be_converted_is_one_line_and_leaves_no_file(
-    llama_cpp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llama_cpp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     plain, output = model(tmp_path, "checkpoint-3"), tmp_path / "model.gguf"
@@ -75,8 +76,7 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_no_file(
         "nowhere is not a directory": [str(plain), "--output", str(tmp_path / "nowhere" / "x.gguf"), *cpp],
     }
     for reason, words in said.items():
-        assert lightseq(["gguf", "--output", str(output), *words]) == 2
-        printed = capsys.readouterr().err
-        assert reason in printed and printed.startswith("error: ") and printed.count("\n") == 1
+        printed = refusal(lightseq, "gguf", "--output", output, *words)
+        assert reason in printed and printed.startswith("error: ")
     assert not output.exists() and not [*tmp_path.glob("*.partial")]
     assert (tmp_path / "taken.gguf").read_text() == "mine"

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slow_except
 from torch import Tensor, nn
 from torch.nn import functional as F
 from worlds import spawn
@@ -89,15 +90,7 @@ def every_layout(rank: int) -> None:
         release_group(group)
 
 
-@pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param(1, marks=pytest.mark.slow),
-        pytest.param(2, marks=pytest.mark.slow),
-        3,
-        pytest.param(4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("world", slow_except([3], [1, 2, 3, 4]))
 def test_tokens_across_ranks_equal_the_whole_sequence(world: int) -> None:
     spawn(world, every_layout)
 
@@ -112,15 +105,7 @@ def packed(rank: int) -> None:
             release_group(group)
 
 
-@pytest.mark.parametrize(
-    "world",
-    [
-        pytest.param(1, marks=pytest.mark.slow),
-        pytest.param(2, marks=pytest.mark.slow),
-        3,
-        pytest.param(4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("world", slow_except([3], [1, 2, 3, 4]))
 def test_tokens_of_other_documents_are_zeros(world: int) -> None:
     spawn(world, packed)
 

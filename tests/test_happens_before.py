@@ -156,14 +156,9 @@ def _attention(
 
 
 @pytest.mark.slow
-def test_exchanges_between_ranks_are_ordered_on_every_stream(tmp_path: Path) -> None:
-    for found in spawn(3, _attention, tmp_path, ""):
-        assert all(bad == NONE for bad in found.values()), found
-
-
-@pytest.mark.slow
-def test_exchanges_inside_and_between_hosts_are_ordered_on_every_stream(tmp_path: Path) -> None:
-    for found in spawn(3, partial(_attention, hosts=[(0,), (1, 2)]), tmp_path, ""):
+@pytest.mark.parametrize("hosts", [(), ((0,), (1, 2))])
+def test_exchanges_inside_and_between_hosts_are_ordered_on_every_stream(hosts: Hosts, tmp_path: Path) -> None:
+    for found in spawn(3, partial(_attention, hosts=hosts), tmp_path, ""):
         assert all(bad == NONE for bad in found.values()), found
 
 

@@ -15,14 +15,8 @@ from lightseq.cli import COMMANDS
 ROOT = Path(__file__).resolve().parent.parent
 SLOW = ("torch", "transformers", "matplotlib")
 PROGRAMS = (
-    *("lightseq", *(f"lightseq {name}" for name in COMMANDS)),
-    *(
-        "llama2/train.py",
-        "llama3/train.py",
-        "benchmarks/step.py",
-        "benchmarks/attention.py",
-        "benchmarks/plan_attention.py",
-    ),
+    *("lightseq", *(f"lightseq {name}" for name in COMMANDS), "llama2/train.py", "llama3/train.py"),
+    *("benchmarks/step.py", "benchmarks/attention.py", "benchmarks/plan_attention.py"),
 )
 # These take a tenth of a second longer for rich.
 PROGRAMS_WITH_TABLES = (
@@ -81,8 +75,3 @@ def test_commands_that_start_ranks_list_the_flags_for_it() -> None:
     assert {"lightseq train", "lightseq verify", "lightseq evaluate"} == set(starts)
     shown = show_help((*starts, "llama3/train.py", "lightseq plan"), ()).stdout
     assert shown.count("  --nproc_per_node N") == shown.count("  --max_restarts N") == len(starts)
-
-
-def test_a_slow_import_is_found() -> None:
-    error = show_help(("lightseq plan", "data_gen"), ("rich",)).stderr
-    assert error.endswith("AssertionError: data_gen --help imports rich\n")

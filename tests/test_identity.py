@@ -75,6 +75,10 @@ class Doubled(nn.Linear):
         return super().forward(x) * 2
 
 
+def give_class(module: Any, kind: type) -> None:
+    module.__class__ = kind
+
+
 class Doubles(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 2
@@ -88,10 +92,6 @@ class DoublesItsLogits(LlamaForCausalLM):
         if labels is not None:
             output.loss = self.loss_function(output.logits, labels, self.config.vocab_size, **kwargs)
         return output
-
-
-def of_another_class(model: Any) -> None:
-    model.lm_head.__class__ = Doubled
 
 
 def with_another_forward(module: Any) -> None:
@@ -125,7 +125,7 @@ def with_own_forward_through(model: Any) -> None:
 
 
 HEADS: dict[str, tuple[Callable[[], Any], Change]] = {
-    "class": (llama, of_another_class),
+    "class": (llama, lambda model: give_class(model.lm_head, Doubled)),
     "forward": (llama, lambda model: with_another_forward(model.lm_head)),
     "hook": (llama, lambda model: double_output(model.lm_head)),
     "pre-hook": (llama, lambda model: model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 2,))),
@@ -188,9 +188,7 @@ def test_log_probs_of_an_adapted_head_equal_peft(alone: None) -> None:
     model, want = built(llama, adapt), built(llama, adapt)
     want.load_state_dict(model.state_dict())
     context = hf.enable(model)
-    with pytest.warns(
-        UserWarning, match=r"LM head is a peft\.tuners\.lora\.layer\.Linear, so the logits .* exist whole"
-    ):
+    with pytest.warns(UserWarning, match=r"LM head is a peft\.tuners\.lora\.layer\.Linear, so .* exist whole"):
         got = hf.token_log_probs(context, model, hf.shard_batch(context, IDS, IDS))
     assert relative(got, plain_log_probs(want, 1.0)) < 1e-6
 
@@ -349,10 +347,6 @@ class OtherSiLU(nn.SiLU):
         return super().forward(x) * 2
 
 
-def give_class(module: Any, kind: type) -> None:
-    module.__class__ = kind
-
-
 MLPS: dict[str, Change] = {
     "class": lambda m: give_class(m, DoubledMLP),
     "forward": with_another_forward,
@@ -481,26 +475,11 @@ class OtherAttention(LlamaAttention):
 
 
 LAYERS: dict[str, tuple[Change, str]] = {
-    "forward": (
-        lambda layer: setattr(layer, "forward", lambda x, *_, **__: x),
-        "LlamaDecoderLayer has a forward of its own",
-    ),
-    "forward of attention": (
-        lambda layer: setattr(layer.self_attn, "forward", lambda *_, **__: 0),
-        "self_attn has a forward of its own",
-    ),
-    "hook of attention": (
-        lambda layer: layer.self_attn.register_forward_hook(lambda *_: None),
-        "self_attn has a forward hook",
-    ),
-    "class of attention": (
-        lambda layer: give_class(layer.self_attn, OtherAttention),
-        "self_attn is a test_identity.OtherAttention",
-    ),
-    "hook of a norm": (
-        lambda layer: double_output(layer.post_attention_layernorm),
-        "post_attention_layernorm has a forward hook",
-    ),
+    "forward": (with_another_forward, "LlamaDecoderLayer has a forward of its own"),
+    "forward of attention": (lambda x: with_another_forward(x.self_attn), "self_attn has a forward of its own"),
+    "hook of attention": (lambda x: double_output(x.self_attn), "self_attn has a forward hook"),
+    "class of attention": (lambda x: give_class(x.self_attn, OtherAttention), "self_attn is a test_identity.OtherAtte"),
+    "hook of a norm": (lambda x: double_output(x.post_attention_layernorm), "post_attention_layernorm has a forward h"),
 }
 
 

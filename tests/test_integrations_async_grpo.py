@@ -2,7 +2,6 @@
 
 import queue
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,9 @@ from trainer_numbers import (
     assert_equal,
     common,
     fresh_model,
+    runs,
     shared_folder,
+    split,
     tokenizer,
 )
 from worlds import spawn
@@ -188,21 +189,11 @@ class SplitShardedAsyncGrpo(SequenceParallelAsync, UsesFsdp2, AsyncGRPOTrainer):
     pass
 
 
-def sharded(rank: int, case: Mapping[str, Any], size: int, world: int) -> Numbers:
-    return run(rank, SplitShardedAsyncGrpo, case, world // size, sequence_parallel_size=size)
-
-
-def split(rank: int, case: Mapping[str, Any], size: int, world: int) -> Numbers:
-    return run(rank, SequenceParallelAsyncGRPOTrainer, case, world // size, sequence_parallel_size=size)
-
-
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", slow_except(["budget"], CASES))
-def test_async_grpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
-    for size in {2, world} if world != 3 else {3}:
-        wanted = spawn(world // size, run, AsyncGRPOTrainer, CASES[case], world // size)
-        found = spawn(world, split, CASES[case], size, world)
-        assert_all_equal(found, wanted[0])
+def test_async_grpo_equals_one_process(case: str, world: int) -> None:
+    for found, wanted in runs(run, AsyncGRPOTrainer, SequenceParallelAsyncGRPOTrainer, CASES[case], world):
+        assert_all_equal(found, wanted)
 
 
 def assert_all_equal(found: list[Numbers], wanted: Numbers) -> None:
@@ -218,8 +209,8 @@ def assert_all_equal(found: list[Numbers], wanted: Numbers) -> None:
 
 @pytest.mark.slow
 def test_async_grpo_with_fsdp2_equals_one_process() -> None:
-    wanted = spawn(1, run, AsyncGRPOTrainer, CASES["plain"], 1)[0]
-    assert_all_equal(spawn(2, sharded, CASES["plain"], 2, 2), wanted)
+    ((found, wanted),) = runs(run, AsyncGRPOTrainer, SplitShardedAsyncGrpo, CASES["plain"], 2)
+    assert_all_equal(found, wanted)
 
 
 class TakesRecurrences(AsyncGRPOTrainer):
@@ -237,7 +228,7 @@ def test_recurrent_layers_follow_the_tree_of_a_row(family: str, world: int) -> N
     case = {"family": family, "learning_rate": 0.01, "length": 6}  # a mean over micro-batches is then one over samples
     one_by_one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": SAMPLES}
     wanted = spawn(1, run, TakesRecurrences, {**case, **one_by_one}, 1)[0]
-    for got in spawn(world, split, case, world, world):
+    for got in spawn(world, split, run, SequenceParallelAsyncGRPOTrainer, case, world, world):
         for ours, theirs in zip(got["history"][:STEPS], wanted["history"][:STEPS], strict=True):
             for name in ("loss", "grad_norm"):
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name

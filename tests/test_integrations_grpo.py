@@ -13,17 +13,18 @@ import torch
 import torch.distributed as dist
 from cases import slow_except
 from trainer_numbers import (
-    ADAPTERS,
     CONFIG,
     Numbers,
     UsesFsdp2,
     assert_equal,
-    common,
+    check_equal,
     fresh_model,
+    make_trainer,
     numbers,
+    runs,
     shared_folder,
-    sizes,
     tokenizer,
+    trained,
 )
 from worlds import spawn
 
@@ -32,7 +33,6 @@ from benchmarks.tiny_models import tiny_config
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation import vllm_generation
@@ -202,40 +202,27 @@ def prompts() -> Dataset:
 
 
 def run(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = dict(case)
-    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
-    generates, is_grpo = case.pop("generate", False), issubclass(kind, GRPOTrainer)
-    generation = {"generation_kwargs": {"do_sample": False}} if generates or not is_grpo else {}
-    config, function = (GRPOConfig, {} if generates else {"rollout_func": rollouts}) if is_grpo else (RLOOConfig, {})
-    family, replays = case.pop("family", None), case.pop("replay", False)
+    batch = {"per_device_train_batch_size": 8 // data_ranks, "per_device_eval_batch_size": 8 // data_ranks}
+    case = {"num_generations": GENERATIONS, "max_completion_length": 24, "learning_rate": 0.1, **batch, **case}
+    is_grpo, family, replays = issubclass(kind, GRPOTrainer), case.pop("family", None), case.pop("replay", False)
     if case.pop("compile_layers", False) and options:
         options["compile_layers"] = True
-    if replays and options:  # the plain trainer chooses the same experts by itself
-        function = {"rollout_func": rollouts_with_experts}
+    if case.pop("generate", False) or not is_grpo:
+        case["generation_kwargs"] = {"do_sample": False}
+    else:  # the plain trainer chooses the experts of a replay by itself
+        options["rollout_func"] = rollouts_with_experts if replays and options else rollouts
     make = fresh_model if family is None else partial(fresh_family, family)
     with shared_folder() as folder:
         make().save_pretrained(f"{folder}/model")  # of the reference
         dist.barrier()
-        batch = 8 // data_ranks
-        options_of_trainer = {
-            "num_generations": GENERATIONS,
-            "max_completion_length": 24,
-            "learning_rate": 0.1,
-            "per_device_train_batch_size": batch,
-            "per_device_eval_batch_size": batch,
-            **generation,
-            **case,
-        }
-        arguments = config(**common(folder, **options_of_trainer))
         model = make()
         model.config._name_or_path = f"{folder}/model"
-        trainer = kind(
-            model, args=arguments, reward_funcs=rewards, train_dataset=prompts(), eval_dataset=prompts(),
-            processing_class=tokenizer(), peft_config=adapters, **function, **options,
-        )  # fmt: skip
+        config = GRPOConfig if is_grpo else RLOOConfig
+        trainer = make_trainer(
+            kind, config, folder, case, model, prompts(), len(prompts()), reward_funcs=rewards, **options
+        )
         found = numbers(trainer)
     found["logs"] = [list(trainer._logs["completion"]), list(trainer._logs["extra"]["first"])]
-    found["history"] = [{k: v for k, v in r.items() if "step_time" not in k} for r in found["history"]]
     return found
 
 
@@ -246,42 +233,20 @@ def teacher(vocabulary: int) -> LlamaForCausalLM:
 
 
 def distill(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = dict(case)
-    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
-    batch, family = 4 // data_ranks, case.pop("family", None)
+    case = {"learning_rate": 0.1, "max_completion_length": 12, "generation_kwargs": {"do_sample": False}, **case}
+    case["per_device_eval_batch_size"], family = 4 // data_ranks, case.pop("family", None)
     model = fresh_model() if family is None else fresh_family(family)
-    with shared_folder() as folder:
-        arguments = DistillationConfig(
-            **common(
-                folder, max_completion_length=12, per_device_train_batch_size=batch, **{"learning_rate": 0.1, **case}
-            )
-            | {"generation_kwargs": {"do_sample": False}, "per_device_eval_batch_size": batch}
-        )
-        trainer = kind(
-            model, teacher_model=teacher(model.config.vocab_size), args=arguments, train_dataset=prompts(),
-            eval_dataset=prompts(), processing_class=tokenizer(), peft_config=adapters, **options,
-        )  # fmt: skip
-        found = numbers(trainer)
-    found["history"] = [{k: v for k, v in r.items() if "step_time" not in k} for r in found["history"]]
-    return found
-
-
-def split_distill(rank: int, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int) -> Numbers:
-    return distill(rank, kind, case, world // size, sequence_parallel_size=size)
-
-
-def split(rank: int, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int) -> Numbers:
-    return run(rank, kind, case, world // size, sequence_parallel_size=size)
+    options["teacher_model"] = teacher(model.config.vocab_size)
+    return trained(kind, DistillationConfig, case, data_ranks, model, prompts(), len(prompts()), batch=4, **options)
 
 
 def check(
     plain: type[Trainer], ours: type[Trainer], case: Mapping[str, Any], world: int, regrouped: Sequence[str] = ()
 ) -> None:
     """Compares runs, except for metrics that TRL averages over micro-batches of `regrouped` rows."""
-    for size in sizes(world):
-        wanted = spawn(world // size, run, plain, case, world // size)[0]
+    for found, wanted in runs(run, plain, ours, case, world):
         assert "family" in case or any(np_changed(wanted))
-        for got in spawn(world, split, ours, case, size, world):
+        for got in found:
             for record in (*got["history"], *wanted["history"]):
                 for name in regrouped:
                     record.pop(name, None)
@@ -309,18 +274,12 @@ def test_rloo_equals_one_process(case: str, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["forward"], DISTILLATION_CASES))
 def test_distillation_equals_one_process(case: str, world: int) -> None:
-    for size in sizes(world):
-        wanted = spawn(world // size, distill, Distillation, DISTILLATION_CASES[case], world // size)[0]
-        assert "family" in DISTILLATION_CASES[case] or any(np_changed(wanted))
-        for got in spawn(world, split_distill, SplitDistillation, DISTILLATION_CASES[case], size, world):
-            assert_equal(got, wanted)
+    check_equal(distill, Distillation, SplitDistillation, DISTILLATION_CASES[case], world)
 
 
 @pytest.mark.slow
 def test_distillation_with_fsdp2_equals_one_process() -> None:
-    wanted = spawn(1, distill, Distillation, DISTILLATION_CASES["jsd"], 1)[0]
-    for got in spawn(2, split_distill, SplitShardedDistillation, DISTILLATION_CASES["jsd"], 2, 2):
-        assert_equal(got, wanted)
+    check_equal(distill, Distillation, SplitShardedDistillation, DISTILLATION_CASES["jsd"], 2)
 
 
 @pytest.mark.parametrize("case", slow_except([], ["grpo, kl", "generated", "adapters"]))
@@ -383,8 +342,8 @@ def test_completions_that_share_a_prompt_equal_one_process(case: str, world: int
 def test_rows_of_a_prompt_meet_in_micro_batches_without_another_update() -> None:
     """Metrics that TRL averages over micro-batches are those of other rows; losses and weights stay the same."""
     case = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "eval_strategy": "no"}
-    wanted = spawn(1, run, OpeningGrpo, case, 1)[0]
-    for got in spawn(2, split, SplitOpeningGrpo, case, 2, 2):
+    ((found, wanted),) = runs(run, OpeningGrpo, SplitOpeningGrpo, case, 2)
+    for got in found:
         assert [sorted(x) for x in got["logs"]] == [sorted(x) for x in wanted["logs"]]
         for ours, theirs in zip(got["history"], wanted["history"], strict=True):
             common = {name for name in theirs if name in ("loss", "grad_norm", "reward", "kl")}
@@ -401,8 +360,9 @@ def test_a_subclass_sees_a_group_as_one_process() -> None:
 
 
 def small(
-    rank: int, batch: int, function: dict[str, Any] | None, reward: Any = rewards, record: Any = len, **options: Any
-) -> list[Any] | str:
+    rank: int, batch: int, function: dict[str, Any] | None, reward: Any = rewards, record: Any = len,
+    rows: list[dict[str, str]] | None = None, **options: Any,
+) -> list[Any] | str:  # fmt: skip
     """Trains for one step. Returns a record of each call of the rollout function, or the error.
 
     `function` has the fields that a rollout function adds; None lets the model generate.
@@ -414,18 +374,13 @@ def small(
         return {**rollouts(prompts, trainer), **(function or {})}
 
     with tempfile.TemporaryDirectory() as folder:
-        arguments = GRPOConfig(
-            **common(
-                folder, num_generations=2, max_completion_length=8, max_steps=1, eval_strategy="no",
-                per_device_train_batch_size=batch,
-            )
-        )  # fmt: skip
+        case = {"num_generations": 2, "max_completion_length": 8, "max_steps": 1, "eval_strategy": "no"}
+        case["per_device_train_batch_size"], data = batch, Dataset.from_list(rows) if rows else prompts()
+        options |= {"reward_funcs": reward, "rollout_func": None if function is None else counted}
         try:
-            trainer = SequenceParallelGRPOTrainer(
-                fresh_model(), args=arguments, reward_funcs=reward, train_dataset=prompts(),
-                processing_class=tokenizer(), rollout_func=None if function is None else counted, **options,
-            )  # fmt: skip
-            trainer.train()
+            make_trainer(
+                SequenceParallelGRPOTrainer, GRPOConfig, folder, case, fresh_model(), data, 1, **options
+            ).train()
         except (ValueError, RuntimeError) as error:
             return str(error)
     return asked
@@ -455,22 +410,8 @@ def test_what_cannot_be_scored_or_divided_stops_every_rank() -> None:
         assert line.startswith("per_device_train_batch_size x steps_per_generation (3) times the groups of ranks that ")
 
 
-def completes_nothing(rank: int) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = SequenceParallelGRPOTrainer(
-            fresh_model(),
-            args=GRPOConfig(**common(folder, num_generations=2, max_steps=1, eval_strategy="no")),
-            reward_funcs=rewards,
-            train_dataset=Dataset.from_list([{"prompt": ""}]),
-            processing_class=tokenizer(),
-        )
-        with pytest.raises(RuntimeError) as error:
-            trainer.train()
-    return str(error.value)
-
-
 def test_a_prompt_without_tokens_is_refused() -> None:
-    for line in spawn(2, completes_nothing):
+    for line in spawn(2, small, 2, None, rewards, len, [{"prompt": ""}]):
         assert line.startswith("generation failed on rank 0: ValueError: the prompt '' has no tokens; remove its row, ")
 
 

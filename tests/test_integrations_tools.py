@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import slow_except
-from trainer_numbers import Numbers, UsesFsdp2, assert_equal, common, numbers, sizes
+from trainer_numbers import Numbers, UsesFsdp2, assert_equal, common, numbers, runs
 from worlds import spawn
 
 pytest.importorskip("trl")
@@ -111,9 +111,7 @@ def run(rank: int, kind: type[Trainer], folder: str, data_ranks: int, **options:
         model, args=arguments, train_dataset=rows, eval_dataset=rows.select(range(ROWS)), processing_class=tokenizer,
         tools=[multiply], **judge, **options,
     )  # fmt: skip
-    found = numbers(trainer)
-    found["history"] = [{k: v for k, v in r.items() if "step_time" not in k} for r in found["history"]]
-    return found
+    return numbers(trainer)
 
 
 def teacher(folder: str) -> Any:
@@ -123,10 +121,6 @@ def teacher(folder: str) -> Any:
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
     return model
-
-
-def split(rank: int, kind: type[Trainer], folder: str, size: int, world: int) -> Numbers:
-    return run(rank, kind, folder, world // size, sequence_parallel_size=size)
 
 
 KINDS: Mapping[str, tuple[type[Trainer], type[Trainer]]] = {
@@ -141,11 +135,10 @@ KINDS: Mapping[str, tuple[type[Trainer], type[Trainer]]] = {
 def test_tool_calls_give_the_numbers_of_one_process(name: str, world: int, tmp_path: Path) -> None:
     plain, ours = KINDS[name]
     write_model(tmp_path)
-    for size in sizes(world):
-        wanted = spawn(world // size, run, plain, str(tmp_path), world // size)[0]
+    for found, wanted in runs(run, plain, ours, str(tmp_path), world):
         calls = [record["tools/call_frequency"] for record in wanted["history"] if "tools/call_frequency" in record]
         assert calls and 0 < min(calls) < 1
-        for got in spawn(world, split, ours, str(tmp_path), size, world):
+        for got in found:
             assert_equal(got, wanted)
 
 

@@ -23,14 +23,15 @@ from trainer_numbers import (
     Numbers,
     UsesFsdp2,
     assert_equal,
+    check_equal,
     collate,
     common,
     documents,
     fresh_model,
+    make_trainer,
     numbers,
     packed_ids,
     shared_folder,
-    sizes,
 )
 from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 from worlds import spawn
@@ -109,64 +110,46 @@ TRAINER_CASES: Mapping[str, dict[str, Any]] = {
 QUICK = ("accumulated", "custom", "FSDP2", "adapters", "best", "packed")  # by kind
 
 
+def all_rows() -> Dataset:
+    return Dataset.from_list([{"input_ids": ids} for ids in documents()])
+
+
 def train(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = dict(case)
-    functions = {name: case.pop(name, None) for name in ("compute_loss_func", "compute_metrics")}
+    case = {"per_device_train_batch_size": 2 // data_ranks, **case}
+    options |= {name: case.pop(name, None) for name in ("compute_loss_func", "compute_metrics")}
     evaluates_first = case.pop("evaluate_first", False) and kind is SequenceParallelTrainer  # Trainer has a bug here
     if kind is Trainer:
         case["accelerator_config"] = {"dispatch_batches": False}  # as ours: batches of a stream differ in length
-    rows, collator = Dataset.from_list([{"input_ids": ids} for ids in documents()]), case.pop("collate", collate)
+    options["data_collator"], rows = case.pop("collate", collate), all_rows()
     train_rows = case.pop("train_dataset", rows)
     if case.pop("iterable", False):
         train_rows = rows.to_iterable_dataset(num_shards=2)
     if case.pop("fully_sharded", False) and kind is SequenceParallelTrainer:
         kind = FullyShardedTrainer
-    model = fresh_model()
-    if case.pop("adapters", False):
-        model = get_peft_model(model, LoraConfig(**ADAPTERS))
+    options["eval_dataset"] = rows.select(range(5))
     with shared_folder() as folder:
-        arguments = TrainingArguments(**common(folder, remove_unused_columns=False, **case))
-        arguments.per_device_train_batch_size = 2 // data_ranks
-        trainer = kind(
-            model, arguments, data_collator=collator, train_dataset=train_rows, eval_dataset=rows.select(range(5)),
-            **functions, **options,
-        )  # fmt: skip
+        trainer = make_trainer(kind, TrainingArguments, folder, case, fresh_model(), train_rows, **options)
         if evaluates_first:
             trainer.evaluate()
         return numbers(trainer)
-
-
-def train_sequence_parallel(rank: int, case: Mapping[str, Any], size: int, world: int) -> Numbers:
-    return train(rank, SequenceParallelTrainer, case, world // size, sequence_parallel_size=size)
 
 
 @pytest.mark.compat("5.16")
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", slow_except(QUICK, TRAINER_CASES))
 def test_trainer_equals_one_process(case: str, world: int) -> None:
-    for size in sizes(world):
-        data_ranks = world // size
-        wanted = spawn(data_ranks, train, Trainer, TRAINER_CASES[case], data_ranks)[0]
-        for got in spawn(world, train_sequence_parallel, TRAINER_CASES[case], size, world):
-            assert_equal(got, wanted)
+    check_equal(train, Trainer, SequenceParallelTrainer, TRAINER_CASES[case], world)
 
 
-@pytest.mark.compat("5.16")
-def test_groups_that_count_their_own_tokens_equal_as_many_processes() -> None:
-    case = TRAINER_CASES["counted alone"]
-    wanted = spawn(2, train, Trainer, case, 2)[0]
-    for got in spawn(4, train_sequence_parallel, case, 2, 4):
-        assert_equal(got, wanted)
+def trainer_of(kind: type[Trainer], folder: str, model: Any = None, looks: Any = None, **case: Any) -> Any:
+    return make_trainer(kind, TrainingArguments, folder, case, model or fresh_model(), all_rows(), callbacks=looks)
 
 
 def plain_after(rank: int, sequence_parallel: bool) -> Numbers:
-    rows = [{"input_ids": ids} for ids in documents()]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(**common(folder, remove_unused_columns=False))
-        datasets: dict[str, Any] = {"data_collator": collate, "train_dataset": rows, "eval_dataset": rows[:5]}
         if sequence_parallel:
-            SequenceParallelTrainer(fresh_model(), arguments, **datasets)
-        return numbers(Trainer(fresh_model(), arguments, **datasets))
+            trainer_of(SequenceParallelTrainer, folder)
+        return numbers(trainer_of(Trainer, folder))
 
 
 @pytest.mark.slow
@@ -176,8 +159,8 @@ def test_a_plain_trainer_after_ours_gets_its_own_batches() -> None:
         assert_equal(got, wanted)
 
 
-def checkpointed_modules(rank: int) -> tuple[int, dict[str, bool]]:
-    """Returns how many modules transformers checkpoints during training, and the arguments afterwards."""
+def checkpointed_modules(rank: int) -> tuple[int, dict[str, bool], list[str]]:
+    """Returns how many modules transformers checkpoints in training, the arguments afterwards, and its warnings."""
     found = []
 
     class Look(TrainerCallback):
@@ -185,45 +168,24 @@ def checkpointed_modules(rank: int) -> tuple[int, dict[str, bool]]:
             found.append(sum(getattr(module, "gradient_checkpointing", False) for module in model.modules()))
 
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(**common(folder, remove_unused_columns=False, gradient_checkpointing=True))
-        rows = [{"input_ids": ids} for ids in documents()]
-        trainer = SequenceParallelTrainer(
-            fresh_model(), arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows, callbacks=[Look()]
-        )
-        trainer.train()
-        names = ("gradient_checkpointing", "activation_checkpointing")
-        return sum(found), {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-
-
-def test_gradient_checkpointing_does_not_compute_attention_again() -> None:
-    for modules, arguments in spawn(2, checkpointed_modules):
-        assert modules == 0 and all(arguments.values())
-
-
-def warnings_of_checkpoints(rank: int) -> list[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(**common(folder, remove_unused_columns=False, gradient_checkpointing=True))
-        rows = [{"input_ids": ids} for ids in documents()]
-        trainer = SequenceParallelTrainer(fresh_model(), arguments, collate, rows, rows)
+        trainer = trainer_of(SequenceParallelTrainer, folder, looks=[Look()], gradient_checkpointing=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.train()
-    return [str(x.message) for x in caught if "_checkpointing" in str(x.message)]
+    names = [name for name in ("gradient_checkpointing", "activation_checkpointing") if hasattr(trainer.args, name)]
+    warned = [str(x.message) for x in caught if "_checkpointing" in str(x.message)]
+    return sum(found), {name: getattr(trainer.args, name) for name in names}, warned
 
 
-def test_recomputing_layers_calls_nothing_deprecated() -> None:
-    assert spawn(2, warnings_of_checkpoints) == [[], []]
+def test_gradient_checkpointing_does_not_compute_attention_again_and_calls_nothing_deprecated() -> None:
+    for modules, arguments, warned in spawn(2, checkpointed_modules):
+        assert modules == 0 and all(arguments.values()) and not warned
 
 
 def dropped_out(rank: int, recomputes: bool) -> Numbers:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(**common(folder, remove_unused_columns=False, gradient_checkpointing=recomputes))
-        rows = [{"input_ids": ids} for ids in documents()]
         model = get_peft_model(fresh_model(), LoraConfig(**ADAPTERS, lora_dropout=0.5))
-        trainer = SequenceParallelTrainer(
-            model, arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows[:5]
-        )
-        return numbers(trainer)
+        return numbers(trainer_of(SequenceParallelTrainer, folder, model, gradient_checkpointing=recomputes))
 
 
 @pytest.mark.slow
@@ -240,13 +202,15 @@ def resume(rank: int, kind: type[Trainer], adapters: bool) -> tuple[Numbers, Num
     found = []
     with shared_folder() as folder:
         for checkpoint in (None, f"{folder}/checkpoint-2"):
-            changes = {"max_steps": 4, "eval_steps": 4, "save_strategy": "steps", "save_steps": 2}
-            arguments = TrainingArguments(
-                **common(folder, remove_unused_columns=False, optim="adamw_torch", learning_rate=0.01, **changes)
-            )
-            rows = [{"input_ids": ids} for ids in documents()]
+            changes = {
+                "max_steps": 4,
+                "eval_steps": 4,
+                "save_strategy": "steps",
+                "save_steps": 2,
+                "learning_rate": 0.01,
+            }
             model = get_peft_model(fresh_model(), LoraConfig(**ADAPTERS)) if adapters else fresh_model()
-            trainer = kind(model, arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows[:5])
+            trainer = trainer_of(kind, folder, model, optim="adamw_torch", **changes)
             found.append(numbers(trainer, checkpoint))
     return found[0], found[1]
 
@@ -301,13 +265,10 @@ class Hub:
 
 def push(rank: int) -> list[str]:
     """Trains a step and pushes. Returns the names of the files that this rank pushed."""
-    hub, rows = Hub(), Dataset.from_list([{"input_ids": ids} for ids in documents()])
+    hub = Hub()
     with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.trainer, "hf_api", lambda: hub)
-        arguments = TrainingArguments(**common(folder, push_to_hub=True, hub_model_id="tiny", max_steps=1))
-        trainer = SequenceParallelTrainer(
-            fresh_model(), arguments, data_collator=collate, train_dataset=rows, eval_dataset=rows
-        )
+        trainer = trainer_of(SequenceParallelTrainer, folder, push_to_hub=True, hub_model_id="tiny", max_steps=1)
         trainer.train()
         trainer.push_to_hub()
     return hub.pushed

@@ -1,7 +1,7 @@
 """TRL's trainers whose sequences are split over ranks give the numbers of the unmodified trainer on one process."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,22 @@ from trainer_numbers import (
     ADAPTERS,
     CONFIG,
     Numbers,
+    Run,
     UsesFsdp2,
-    assert_equal,
+    check_equal,
     common,
     documents,
     fresh_model,
-    numbers,
     packed_ids,
-    sizes,
     tokenizer,
+    trained,
 )
 from worlds import spawn
 
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification, LlamaConfig, Trainer
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
@@ -127,127 +127,78 @@ def sft(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int
     case = dict(case)
     if case.pop("compile_layers", False) and kind is SequenceParallelSFTTrainer:
         options["compile_layers"] = True
-    collator = case.pop("collate", None)
-    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
+    options["data_collator"] = case.pop("collate", None)
     rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = SFTConfig(**common(folder, **case))
-        arguments.per_device_train_batch_size = 2 // data_ranks
-        trainer = kind(
-            fresh_model(), arguments, train_dataset=rows, eval_dataset=rows.select(range(5)),
-            processing_class=tokenizer(), peft_config=adapters, data_collator=collator, **options,
-        )  # fmt: skip
-        return numbers(trainer)
+    return trained(kind, SFTConfig, case, data_ranks, fresh_model(), rows, **options)
 
 
 def dpo(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = dict(case)
-    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
+    case = {"learning_rate": 0.02, **case}  # a higher rate blows up, and then small differences grow
     rows = Dataset.load_from_disk(case.pop("rows"))
-    with tempfile.TemporaryDirectory() as folder:
-        # A higher rate blows up, and then small differences grow.
-        arguments = DPOConfig(**common(folder, learning_rate=0.02, **case))
-        arguments.per_device_train_batch_size = 2 // data_ranks
-        reference = None if adapters or case.get("precompute_ref_log_probs") else fresh_model()
-        trainer = kind(
-            fresh_model(), args=arguments, train_dataset=rows, eval_dataset=rows.select(range(5)),
-            ref_model=reference, processing_class=tokenizer(), peft_config=adapters, **options,
-        )  # fmt: skip
-        return numbers(trainer)
+    reference = None if case.get("adapters") or case.get("precompute_ref_log_probs") else fresh_model()
+    return trained(kind, DPOConfig, case, data_ranks, fresh_model(), rows, ref_model=reference, **options)
 
 
 def other(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = dict(case)
-    make_config, rows = OTHERS[case.pop("name")][2], Dataset.load_from_disk(case.pop("rows"))
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = make_config(**common(folder, learning_rate=0.02, **case))
-        arguments.per_device_train_batch_size = 2 // data_ranks
-        tokens = tokenizer()
-        tokens.bos_token = "<1>"
-        reference = {"ref_model": fresh_model()} if issubclass(kind, KTOTrainer) else {}
-        trainer = kind(
-            fresh_model(), args=arguments, train_dataset=rows, eval_dataset=rows.select(range(6)),
-            processing_class=tokens, **reference, **options,
-        )  # fmt: skip
-        found = numbers(trainer)
+    case = {"learning_rate": 0.02, **case}
+    config, rows, tokens = OTHERS[case.pop("name")][2], Dataset.load_from_disk(case.pop("rows")), tokenizer()
+    tokens.bos_token = "<1>"
+    if issubclass(kind, KTOTrainer):
+        options["ref_model"] = fresh_model()
+    found = trained(kind, config, case, data_ranks, fresh_model(), rows, 6, processing_class=tokens, **options)
     # ORPO and CPO average logits over padding too, whose attention differs from one process.
     found["history"] = [{k: v for k, v in record.items() if "logits/" not in k} for record in found["history"]]
     return found
 
 
 def reward(rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = dict(case)
-    adapters = LoraConfig(**ADAPTERS, modules_to_save=["score"]) if case.pop("adapters", False) else None
+    case = {"learning_rate": 0.02, **case}
     rows, family = Dataset.load_from_disk(case.pop("rows")), case.pop("family", None)
     if case.pop("margins", False):
         rows = rows.add_column("margin", [0.5 * (row % 3) for row in range(len(rows))])
     config = LlamaConfig(**CONFIG.to_dict()) if family is None else tiny_config(family, initializer_range=0.02)
     config.num_labels = 1
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = RewardConfig(**common(folder, learning_rate=0.02, **case))
-        arguments.per_device_train_batch_size = 2 // data_ranks
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(config)
-        trainer = kind(
-            model, args=arguments, train_dataset=rows, eval_dataset=rows.select(range(6)),
-            processing_class=tokenizer(), peft_config=adapters, **options,
-        )  # fmt: skip
-        return numbers(trainer)
-
-
-def sequence_parallel(
-    rank: int, run: Any, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int
-) -> Numbers:
-    return run(rank, kind, case, world // size, sequence_parallel_size=size)
+    torch.manual_seed(0)
+    model, adapters = AutoModelForSequenceClassification.from_config(config), {**ADAPTERS, "modules_to_save": ["score"]}
+    return trained(kind, RewardConfig, case, data_ranks, model, rows, 6, adapters=adapters, **options)
 
 
 @pytest.mark.compat("5.16")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["adapters"], SFT_CASES))
 def test_sft_equals_one_process(case: str, world: int) -> None:
-    for size in sizes(world):
-        wanted = spawn(world // size, sft, SFTTrainer, SFT_CASES[case], world // size)[0]
-        for got in spawn(world, sequence_parallel, sft, SequenceParallelSFTTrainer, SFT_CASES[case], size, world):
-            assert_equal(got, wanted)
+    check_equal(sft, SFTTrainer, SequenceParallelSFTTrainer, SFT_CASES[case], world)
+
+
+def check_on_rows(
+    folder: Path, run: Run, plain: type[Trainer], ours: type[Trainer], case: Mapping[str, Any], world: int,
+    write: Callable[[Path], None] = preferences,
+) -> None:  # fmt: skip
+    """Compares on files of their own: TRL caches its tokens beside them."""
+    for name in ("wanted", "got"):
+        write(folder / name)
+    mine, theirs = ({**case, "rows": str(folder / name)} for name in ("got", "wanted"))
+    check_equal(run, plain, ours, mine, world, theirs)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["adapters"], DPO_CASES))
 def test_dpo_equals_one_process(case: str, world: int, tmp_path: Path) -> None:
-    for size in sizes(world):
-        changes = []
-        for name in ("wanted", "got"):
-            preferences(tmp_path / f"{name}-{size}")
-            changes.append({**DPO_CASES[case], "rows": str(tmp_path / f"{name}-{size}")})
-        wanted = spawn(world // size, dpo, DPOTrainer, changes[0], world // size)[0]
-        for got in spawn(world, sequence_parallel, dpo, SequenceParallelDPOTrainer, changes[1], size, world):
-            assert_equal(got, wanted)
+    check_on_rows(tmp_path, dpo, DPOTrainer, SequenceParallelDPOTrainer, DPO_CASES[case], world)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", slow_except(["margins"], REWARD_CASES))
 def test_rewards_equal_one_process(case: str, world: int, tmp_path: Path) -> None:
-    for size in sizes(world):
-        changes = []
-        for name in ("wanted", "got"):
-            preferences(tmp_path / f"{name}-{size}")
-            changes.append({**REWARD_CASES[case], "rows": str(tmp_path / f"{name}-{size}")})
-        wanted = spawn(world // size, reward, RewardTrainer, changes[0], world // size)[0]
-        for got in spawn(world, sequence_parallel, reward, SequenceParallelRewardTrainer, changes[1], size, world):
-            assert_equal(got, wanted)
+    check_on_rows(tmp_path, reward, RewardTrainer, SequenceParallelRewardTrainer, REWARD_CASES[case], world)
 
 
 @pytest.mark.parametrize("case", slow_except(["ORPO"], OTHER_CASES))
 def test_trl_trainers_without_a_class_of_ours_equal_one_process(case: str, tmp_path: Path) -> None:
     name, changes = OTHER_CASES[case]
     plain, ours, _ = OTHERS[name]
-    cases = []
-    for folder in ("wanted", "got"):
-        (judged if name == "KTO" else preferences)(tmp_path / folder)
-        cases.append({"name": name, **changes, "rows": str(tmp_path / folder)})
-    wanted = spawn(1, other, plain, cases[0], 1)[0]
-    for got in spawn(2, sequence_parallel, other, ours, cases[1], 2, 2):
-        assert_equal(got, wanted)
+    write = judged if name == "KTO" else preferences
+    check_on_rows(tmp_path, other, plain, ours, {"name": name, **changes}, 2, write)
 
 
 def refusal_of_online_dpo(rank: int) -> str:
@@ -312,23 +263,6 @@ def test_a_custom_loss_gets_gradients_of_log_probs_and_entropies() -> None:
         assert flags == [True, False] and norm == pytest.approx(wanted, rel=1e-5)
 
 
-def refusal(rank: int, model: Any, adapters: Any) -> str:
-    rows = Dataset.from_list([{"input_ids": ids} for ids in documents()])
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = SFTConfig(**common(folder, max_length=64, eval_strategy="no"))
-        with pytest.raises(ValueError) as caught:
-            SequenceParallelSFTTrainer(
-                model, arguments, train_dataset=rows, processing_class=tokenizer(), peft_config=adapters
-            )
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", [PrefixTuningConfig, pytest.param(PromptTuningConfig, marks=pytest.mark.slow)])
-def test_adapters_that_add_tokens_are_refused(kind: Any) -> None:
-    for line in spawn(2, refusal, fresh_model(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4)):
-        assert "adapters add tokens to each sequence" in line and "use LoRA" in line
-
-
 class FullyShardedSFT(SequenceParallel, UsesFsdp2, SFTTrainer):
     pass
 
@@ -339,11 +273,7 @@ class FullyShardedDPO(SequenceParallel, UsesFsdp2, DPOTrainer):
 
 @pytest.mark.compat("5.16")
 def test_dpo_with_fsdp2_equals_one_process(tmp_path: Path) -> None:
-    preferences(tmp_path)
-    case = {"rows": str(tmp_path)}
-    wanted = spawn(1, dpo, DPOTrainer, case, 1)[0]
-    for got in spawn(2, sequence_parallel, dpo, FullyShardedDPO, case, 2, 2):
-        assert_equal(got, wanted)
+    check_on_rows(tmp_path, dpo, DPOTrainer, FullyShardedDPO, {}, 2)
 
 
 def refusal_of_head(rank: int) -> str:

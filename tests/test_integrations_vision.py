@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import slow_except
-from trainer_numbers import ADAPTERS, Numbers, UsesFsdp2, assert_equal, common, numbers, shared_folder, sizes
+from trainer_numbers import Numbers, UsesFsdp2, check_equal, make_trainer, numbers, shared_folder
 from worlds import spawn
 
 pytest.importorskip("trl")
 pytest.importorskip("PIL")
 
 from datasets import Dataset, Features, Image, List, Value
-from peft import LoraConfig
 from PIL import Image as Images
 from tiny_processors import FAMILIES, model_of, processor_of
 from transformers import PreTrainedTokenizerFast, Trainer
@@ -128,9 +127,8 @@ class ShardedGrpo(Indexed, SequenceParallel, UsesFsdp2, GRPOTrainer): ...
 
 
 def run(_rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: int, **options: Any) -> Numbers:
-    case = {"family": "qwen2_5_vl", **case}
+    case = {"family": "qwen2_5_vl", "learning_rate": 0.01, "ddp_find_unused_parameters": True, "seed": 3, **case}
     family = case.pop("family")
-    adapters = LoraConfig(**ADAPTERS) if case.pop("adapters", False) else None
     processor: Any = processor_of(family, tokenizer())
     model = model_of(family, processor)
     generates = issubclass(kind, GRPOTrainer | RLOOTrainer)
@@ -138,43 +136,26 @@ def run(_rank: int, kind: type[Trainer], case: Mapping[str, Any], data_ranks: in
         model.save_pretrained(f"{folder}/model")  # of the reference
         dist.barrier()
         model.config._name_or_path = f"{folder}/model"
-        settings: dict[str, Any] = {"learning_rate": 0.01, "ddp_find_unused_parameters": True, "seed": 3}
-        more: dict[str, Any] = {"peft_config": adapters, **options}
         if generates:
             processor.tokenizer.padding_side = case.pop("padding_side", "left")
             columns, batch, config = "prompts", 8, GRPOConfig if issubclass(kind, GRPOTrainer) else RLOOConfig
-            settings |= {"num_generations": 4, "max_completion_length": 12}
-            more["reward_funcs"] = rewards
+            case |= {"num_generations": 4, "max_completion_length": 12}
+            options["reward_funcs"] = rewards
             if case.pop("generate", not issubclass(kind, GRPOTrainer)):
-                settings["generation_kwargs"] = {"do_sample": False}
+                case["generation_kwargs"] = {"do_sample": False}
             else:
-                more["rollout_func"] = rollouts
+                options["rollout_func"] = rollouts
         elif issubclass(kind, DPOTrainer):
             columns, batch, config = "preferences", 2, DPOConfig
         else:
             columns, batch, config = case.pop("columns", "messages"), 2, SFTConfig
-        settings |= {"max_length": None} if not generates else {}
-        settings["per_device_train_batch_size"] = settings["per_device_eval_batch_size"] = batch // data_ranks
+        case |= {"max_length": None} if not generates else {}
+        case["per_device_train_batch_size"] = case["per_device_eval_batch_size"] = batch // data_ranks
         # TRL's generation and other processors need an image in every row.
-        data = rows(columns, least=int("qwen" not in family or "generation_kwargs" in settings))
-        trainer = kind(
-            model, args=config(**common(folder, **settings | case)), train_dataset=data, eval_dataset=data,
-            processing_class=processor, **more,
-        )  # fmt: skip
-        found = numbers(trainer)
-    found["history"] = [{k: v for k, v in r.items() if "step_time" not in k} for r in found["history"]]
-    return found
-
-
-def split(rank: int, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int) -> Numbers:
-    return run(rank, kind, case, world // size, sequence_parallel_size=size)
-
-
-def check(plain: type[Trainer], ours: type[Trainer], case: Mapping[str, Any], world: int) -> None:
-    for size in sizes(world):
-        wanted = spawn(world // size, run, plain, case, world // size)[0]
-        for got in spawn(world, split, ours, case, size, world):
-            assert_equal(got, wanted)
+        data = rows(columns, least=int("qwen" not in family or "generation_kwargs" in case))
+        return numbers(
+            make_trainer(kind, config, folder, case, model, data, len(data), processing_class=processor, **options)
+        )
 
 
 QUICK: Mapping[str, Any] = {"max_steps": 1, "eval_strategy": "no"}
@@ -189,12 +170,6 @@ SFT_CASES: Mapping[str, dict[str, Any]] = {
     "gemma3, completions": {"family": "gemma3", "columns": "completions"},
     "idefics3, completions": {"family": "idefics3", "columns": "completions"},
 }
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["one step"], SFT_CASES))
-def test_sft_with_a_processor_equals_one_process(case: str, world: int) -> None:
-    check(SFTTrainer, SequenceParallelSFTTrainer, SFT_CASES[case], world)
 
 
 DPO_CASES: Mapping[str, dict[str, Any]] = {
@@ -221,31 +196,26 @@ GRPO_CASES: Mapping[str, dict[str, Any]] = {
 RLOO_CASES: Mapping[str, dict[str, Any]] = {"kl": {"beta": 0.1}, "gemma3": {"family": "gemma3"}}
 
 
-@pytest.mark.slow
+TRAINERS: Mapping[str, tuple[type[Trainer], type[Trainer], Mapping[str, dict[str, Any]]]] = {
+    "SFT": (SFTTrainer, SequenceParallelSFTTrainer, SFT_CASES),
+    "DPO": (DPOTrainer, SequenceParallelDPOTrainer, DPO_CASES),
+    "GRPO": (Grpo, SplitGrpo, GRPO_CASES),
+    "RLOO": (Rloo, SplitRloo, RLOO_CASES),
+}
+EVERY = [(name, case) for name, (_, _, cases) in TRAINERS.items() for case in cases]
+
+
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["one step"], DPO_CASES))
-def test_dpo_with_a_processor_equals_one_process(case: str, world: int) -> None:
-    check(DPOTrainer, SequenceParallelDPOTrainer, DPO_CASES[case], world)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", slow_except(["one step"], GRPO_CASES))
-def test_grpo_with_a_processor_equals_one_process(case: str, world: int) -> None:
-    check(Grpo, SplitGrpo, GRPO_CASES[case], world)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", RLOO_CASES)
-def test_rloo_with_a_processor_equals_one_process(case: str, world: int) -> None:
-    check(Rloo, SplitRloo, RLOO_CASES[case], world)
+@pytest.mark.parametrize(("name", "case"), slow_except([("SFT", "one step")], EVERY))
+def test_a_trainer_with_a_processor_equals_one_process(name: str, case: str, world: int) -> None:
+    plain, ours, cases = TRAINERS[name]
+    check_equal(run, plain, ours, cases[case], world)
 
 
 @pytest.mark.slow
 def test_a_processor_with_fsdp2_equals_one_process() -> None:
-    check(SFTTrainer, ShardedSft, {"family": "qwen3_vl"}, 2)
-    check(Grpo, ShardedGrpo, {"family": "qwen3_vl", "generate": True}, 2)
+    check_equal(run, SFTTrainer, ShardedSft, {"family": "qwen3_vl"}, 2)
+    check_equal(run, Grpo, ShardedGrpo, {"family": "qwen3_vl", "generate": True}, 2)
 
 
 def refused(rank: int, kind: type[Trainer], case: Mapping[str, Any]) -> str:

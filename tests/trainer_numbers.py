@@ -1,7 +1,7 @@
 """Tiny model and documents for tests of trainers, and the numbers in which two trainers must agree."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -17,7 +17,15 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)  # fmt: skip
+from worlds import spawn
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -33,6 +41,7 @@ LENGTHS = (50, 17, 33, 60, 24, 60, 9, 41, 60, 35, 21, 48)  # of the documents: b
 STEPS = 3
 ADAPTERS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
 Numbers = dict[str, Any]
+Run = Callable[..., Numbers]  # of a rank, a trainer's class, a case, a number of data ranks, and options of ours
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -120,7 +129,7 @@ def numbers(trainer: Trainer, checkpoint: str | None = None) -> Numbers:
     """Trains, evaluates once more, and returns what is logged and the weights."""
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.evaluate()
-    timed = ("runtime", "per_second", "preparation_time", "flos")
+    timed = ("runtime", "per_second", "preparation_time", "flos", "step_time")
     history = [
         {k: v for k, v in record.items() if not any(t in k for t in timed)} for record in trainer.state.log_history
     ]
@@ -144,6 +153,55 @@ def assert_equal(got: Numbers, wanted: Numbers) -> None:
         assert np.linalg.norm(got["weights"][name] - weight) <= 1e-5 * np.linalg.norm(weight), name
 
 
+def make_trainer(
+    kind: type[Trainer], config: Any, folder: str, case: Mapping[str, Any], model: Any, rows: Any, evaluated: int = 5,
+    adapters: Mapping[str, Any] = ADAPTERS, **options: Any,
+) -> Any:  # fmt: skip
+    """Makes a trainer. The case has settings of its config, and `adapters` to train only these."""
+    from peft import LoraConfig, get_peft_model
+
+    case = dict(case)
+    lora = LoraConfig(**adapters) if case.pop("adapters", False) else None
+    if config is TrainingArguments:
+        model = model if lora is None else get_peft_model(model, lora)
+        case, options = {"remove_unused_columns": False, **case}, {"data_collator": collate, **options}
+    else:
+        options = {"processing_class": tokenizer(), "peft_config": lora, **options}
+    held_out = options.pop("eval_dataset", None) or rows.select(range(evaluated))
+    return kind(model, args=config(**common(folder, **case)), train_dataset=rows, eval_dataset=held_out, **options)
+
+
+def trained(
+    kind: type[Trainer], config: Any, case: Mapping[str, Any], data_ranks: int, *given: Any, batch: int = 2,
+    **options: Any,
+) -> Numbers:  # fmt: skip
+    """Trains a trainer of `make_trainer`, whose ranks share a batch."""
+    case = {"per_device_train_batch_size": batch // data_ranks, **case}
+    with shared_folder() as folder:
+        return numbers(make_trainer(kind, config, folder, case, *given, **options))
+
+
 def sizes(world: int) -> list[int]:
     """Returns the sequence parallel sizes to test. Data parallel runs are compared with the unmodified trainer's."""
     return [size for size in range(2, world + 1) if world % size == 0]
+
+
+def split(rank: int, run: Run, kind: type[Trainer], case: Mapping[str, Any], size: int, world: int) -> Numbers:
+    """Runs a trainer whose groups of `size` ranks share sequences."""
+    return run(rank, kind, case, world // size, sequence_parallel_size=size)
+
+
+def runs(
+    run: Run, plain: type[Trainer], ours: type[Trainer], case: Mapping[str, Any], world: int,
+    their_case: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[list[Numbers], Numbers]]:  # fmt: skip
+    """Yields, for each size of groups, the numbers of all ranks, and those of plain trainers on a process per group."""
+    for size in sizes(world):
+        wanted = spawn(world // size, run, plain, their_case or case, world // size)[0]
+        yield spawn(world, split, run, ours, case, size, world), wanted
+
+
+def check_equal(run: Run, plain: type[Trainer], ours: type[Trainer], *cases: Any) -> None:
+    for found, wanted in runs(run, plain, ours, *cases):
+        for got in found:
+            assert_equal(got, wanted)
