@@ -101,6 +101,35 @@ def train(rank: int, path: str) -> Numbers:
     return found
 
 
+def train_with_own_ring(rank: int, path: str) -> Numbers:
+    """Trains as `axolotl train` does with its own ring attention, whose kernel is replaced by plain torch."""
+    import flash_attention_2
+    import torch
+    from accelerate.parallelism_config import ParallelismConfig
+
+    flash_attention_2.install()
+    # What axolotl does on GPUs alone.
+    os.environ["ACCELERATE_ALLOW_CP_STANDALONE"] = "true"
+    make_mesh = ParallelismConfig.build_device_mesh
+    ParallelismConfig.build_device_mesh = lambda self, _: make_mesh(self, "cpu")
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    from axolotl.utils.ctx_managers import SequenceParallelContextManager
+    from axolotl.utils.schemas.enums import RingAttnFunc
+
+    trainer, packs = make_trainer(path), yaml.safe_load(Path(path).read_text()).get("sample_packing")
+    around = SequenceParallelContextManager(
+        models=[trainer.model],
+        context_parallel_size=2,
+        gradient_accumulation_steps=1,
+        ring_attn_func=RingAttnFunc.VARLEN_LLAMA3 if packs else RingAttnFunc.BATCH_RING,
+        heads_k_stride=1,
+        gather_outputs=False,
+        device_mesh=trainer.accelerator.torch_device_mesh,
+    )
+    with around:
+        return numbers(trainer)
+
+
 def make_trainer(path: str) -> Any:
     os.environ.update(AXOLOTL_DO_NOT_TRACK="1", HF_HUB_OFFLINE="1", WANDB_MODE="disabled", ACCELERATE_USE_CPU="true")
     from axolotl.cli.config import load_cfg

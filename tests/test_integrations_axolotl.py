@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ try:
 except PackageNotFoundError:
     pytest.skip("needs axolotl (`make test-axolotl`)", allow_module_level=True)
 
-from axolotl_numbers import ADAPTERS, PLUGIN, make_trainer, train, write_inputs, write_yaml
+from axolotl_numbers import ADAPTERS, PLUGIN, make_trainer, train, train_with_own_ring, write_inputs, write_yaml
 from trainer_numbers import assert_equal
 
 CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
@@ -30,8 +31,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "dpo, adapters": {"rl": "dpo", "learning_rate": 0.02, **ADAPTERS},
     "ipo": {"rl": "ipo", "learning_rate": 0.02},
 }
-
-
+STEP = ("loss", "grad_norm")
 QUICK = ("packed", "packed, adapters", "dpo")
 
 
@@ -59,6 +59,33 @@ def test_runs_equal_one_process(folder: Path, case: str, ranks: int, size: int) 
         assert_equal(got, wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
+def test_axolotls_own_ring_trains_on_other_numbers(folder: Path, packs: bool) -> None:
+    """Its first losses are right within the target that each border between ranks loses. Gradients are not."""
+    if find_spec("ring_flash_attn") is None:
+        pytest.skip("needs ring-flash-attn")
+    changes = {"sample_packing": True, "micro_batch_size": 1} if packs else {}
+    ring = {**changes, "context_parallel_size": 2, "attn_implementation": "flash_attention_2"}
+    ours = {**changes, "plugins": [PLUGIN], "lightseq_sequence_parallel_size": 2}
+    settings = {"plain": changes, "split": ours, "ring": ring}
+    paths = {kind: write_yaml(folder, f"{kind}-beside-ring-{packs}", each) for kind, each in settings.items()}
+    wanted = spawn(1, train, paths["plain"])[0]
+    for got in spawn(2, train, paths["split"]):
+        assert_equal(got, wanted)
+    steps = [
+        [record for record in found["history"] if "grad_norm" in record]
+        for found in (wanted, spawn(2, train_with_own_ring, paths["ring"])[0])
+    ]
+    losses, norms = (
+        [ring_step[name] / plain_step[name] for plain_step, ring_step in zip(*steps, strict=True)] for name in STEP
+    )
+    print("axolotl's own ring over one process: losses", losses, "gradient norms", norms)
+    assert abs(losses[0] - 1) < 1e-3 and all(abs(x - 1) > 3e-3 for x in norms)
+    if not packs:
+        assert min(losses) < 0.6  # a rank without targets
+
+
 def _made(rank: int, path: str) -> tuple[int, str, str]:
     """Trains whole epochs, saves, and returns the number of steps, the saved config and the trainer's name."""
     trainer = make_trainer(path)
@@ -77,7 +104,10 @@ def test_ranks_that_share_sequences_count_once_in_the_steps_of_an_epoch(folder: 
 
 
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
-    "ring attention": ({"context_parallel_size": 2}, f"context_parallel_size: 2 does not work with {PLUGIN}; use li"),
+    "ring attention": (
+        {"context_parallel_size": 2},
+        f"context_parallel_size: 2 does not work with {PLUGIN}; use lightseq_sequence_parallel_size in its place",
+    ),
     "rollouts": ({"rl": "grpo"}, f"rl: grpo does not work with {PLUGIN}; use dpo or ipo, or TRL's trainers with "),
     "kernels": ({"adapter": "lora", "lora_qkv_kernel": True}, f"lora_qkv_kernel: True does not work with {PLUGIN}; "),
     "losses": ({"cut_cross_entropy": True}, f"cut_cross_entropy: True does not work with {PLUGIN}; set it to false"),
