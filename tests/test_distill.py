@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from operators import LargestResult
 from test_divergence import divergence_of_logits
-from test_log_probs import ScalesInPlace, shard_model, whole_gradient
+from test_log_probs import ChangesLogits, shard_model, whole_gradient
 from torch import Tensor, nn
 from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedModel
 from worlds import spawn
@@ -299,7 +299,7 @@ def test_what_no_divergence_can_take_is_refused_in_one_line(alone: None) -> None
     larger = Enabled(tiny("llama"), tiny("llama", vocab_size=VOCABULARY + 8))
     with pytest.raises(ValueError, match="the student has a vocabulary of 64 tokens, but the teacher one of 72;"):
         larger.divergence()
-    scaled: Any = [ScalesInPlace(ScalesInPlace.config_class(**SIZES)).eval() for _ in range(2)]
+    scaled: Any = [ChangesLogits(ChangesLogits.config_class(**SIZES)).eval() for _ in range(2)]
     for pair, role in (((scaled[0], tiny("llama")), "student"), ((tiny("llama"), scaled[1]), "teacher")):
-        with pytest.raises(ValueError, match=f"{role}: ScalesInPlace has a forward of its own; hf.divergence needs"):
+        with pytest.raises(ValueError, match=f"{role}: ChangesLogits has a forward of its own; hf.divergence needs"):
             Enabled(*pair).divergence()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from programs import alone
 from test_distill import plain_divergence
 from test_plan_training import planned_run
-from test_preferences import frozen_weights, make_trainer, noted_passes, steps, whole_weights
+from test_preferences import make_trainer, noted_passes, steps, whole_weights
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -38,11 +38,13 @@ from lightseq.architecture.flops import total_parameters
 from lightseq.checkpoint.resume import check_flags
 from lightseq.cli import BOTH
 from lightseq.config.command_line import parse
+from lightseq.distributed.parallel_dims import whole_tensor
 from lightseq.parts.divergence import Divergence
 from lightseq.plan.memory import state_bytes_on_host
 from lightseq.plan.plan import plan_as_given
 from lightseq.training.loop import TrainingLoop
 from lightseq.training.metrics import MetricsFile, read_records
+from lightseq.training.trainer import Trainer
 from lightseq.utils.tensors import IGNORE_INDEX
 
 VOCABULARY, LENGTH, STEPS, ROWS = 64, 48, 3, 2
@@ -112,9 +114,14 @@ def documents(ids: Tensor, labels: Tensor, boundaries: Any) -> list[tuple[Tensor
     return [(ids[:, a:b], labels[:, a:b]) for a, b in pairwise(edges)]
 
 
+def teacher_weights(trainer: Trainer) -> list[np.ndarray]:
+    models = trainer.models.frozen.values()
+    return [whole_tensor(p.detach()).numpy().copy() for model in models for p in model.parameters()]
+
+
 def train(rank: int, words: str, resume_from: Path | None = None) -> Run:
     trainer = make_trainer(rank, words, resume_from)
-    before, teacher = whole_weights(trainer), frozen_weights(trainer)
+    before, teacher = whole_weights(trainer), teacher_weights(trainer)
     trainer.output_dir.mkdir(exist_ok=True)
     metrics = MetricsFile(trainer.output_dir, trainer.first_step) if rank == 0 else None
     TrainingLoop(trainer, metrics).run()
@@ -128,7 +135,7 @@ def train(rank: int, words: str, resume_from: Path | None = None) -> Run:
         "before": before,
         "weights": whole_weights(trainer),
         "batches": plain,
-        "teacher_stayed": all(map(np.array_equal, teacher, frozen_weights(trainer))),
+        "teacher_stayed": all(map(np.array_equal, teacher, teacher_weights(trainer))),
         "noted_passes": sum(map(noted_passes, trainer.models.frozen.values())),
     }
 
