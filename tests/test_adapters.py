@@ -110,10 +110,8 @@ def test_adapters_train_and_are_saved_and_merged_as_by_peft(folder: Path) -> Non
     data = pickle.loads((folder / "data.pkl").read_bytes())["input_ids"]
     expected, trained = peft_losses(folder / "model", data)
     assert losses(folder, "whole") == pytest.approx(expected[:-1], abs=1e-5)
-    checkpoint, untrained = (
-        folder / "whole" / f"checkpoint-{STEPS}",
-        AutoModelForCausalLM.from_pretrained(folder / "model"),
-    )
+    checkpoint = folder / "whole" / f"checkpoint-{STEPS}"
+    untrained = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert abs(loss_at(untrained, data, STEPS).item() - expected[-1]) > 0.01, "nothing was learnt"
     opened = peft.PeftModel.from_pretrained(untrained, checkpoint)
     assert loss_at(opened, data, STEPS).item() == pytest.approx(expected[-1], abs=1e-5)

@@ -244,15 +244,23 @@ def test_data_gen_refuses_numbers_that_are_too_large(name: str, tmp_path: Path) 
     assert str(10**40)[:80] in said and not (tmp_path / "d").exists()
 
 
-@pytest.mark.parametrize("line", ["gpus_per_node: 1e300", "timeout_seconds: inf", f"fixed: {{ranks: {10**40}}}", ""])
-def test_sweeps_refuse_numbers_that_are_too_large_and_pipes(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("gpus_per_node: 1e300", "gpus_per_node: '1e300' is not a whole number"),
+        ("timeout_seconds: inf", "timeout_seconds: 'inf' is not a number"),
+        (f"fixed: {{ranks: {10**40}}}", "is not a number of processes"),
+    ],
+)
+def test_sweeps_refuse_numbers_that_are_too_large(line: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
-    if line:
-        path.write_text(f"{line}\ngrid: {{seed: [1]}}\n")
-    else:
-        as_pipe(path)
-    said = refusal(sweep.main, "--config", path, "--list")
-    assert line or "not a regular file" in said
+    path.write_text(f"{line}\ngrid: {{seed: [1]}}\n")
+    assert why in refusal(sweep.main, "--config", path, "--list")
+
+
+def test_a_pipe_in_the_place_of_a_sweep_does_not_block(tmp_path: Path) -> None:
+    as_pipe(tmp_path / "sweep.yaml")
+    assert "not a regular file" in refusal(sweep.main, "--config", tmp_path / "sweep.yaml", "--list")
 
 
 def test_pipes_in_the_place_of_outputs_and_adapters_do_not_block(tmp_path: Path) -> None:
